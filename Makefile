@@ -1,0 +1,54 @@
+# make demo    a sparse-attention flow continues a real text on a real model, beside dense attention
+# make test    the test suite without the slow tests        make test-slow    the slow ones
+# make lint    ruff and mypy                                make model        fetch the demo's model only
+#
+# python3 (3.10 or newer, with venv) and make are enough: everything else goes into $(VENV) and into
+# $KVSIEVE_CACHE (~/.cache/kvsieve), which holds the model.
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TEXT := examples/ruth.txt
+GENERATE := $(BIN)/kvsieve generate --model smollm2 --prompt-file $(TEXT) --budget-tokens 512 --max-new-tokens 64 --compare
+
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: setup model test test-slow demo lint format clean
+
+setup: $(STAMP)
+
+# torch goes first and is pinned exactly: what comes later finds it installed and pulls in no other build.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[hf,dev]'
+	touch $@
+
+model: $(STAMP)
+	$(BIN)/python -m kvsieve.models smollm2
+
+test: model
+	$(BIN)/python -m pytest -n 2 -m 'not slow' $(PYTEST_ARGS)
+
+test-slow: model
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+demo: model
+	$(GENERATE) --flow gqa_quest_sparse_attention --page-size 16
+	$(GENERATE) --flow h2o_token_sparse_attention --page-size 1
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src/kvsieve
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
