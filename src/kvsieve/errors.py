@@ -1,0 +1,63 @@
+"""Errors a user can cause. Each message says what was expected, what was received and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class KvsieveError(Exception):
+    """Base class: the CLI prints these as one line and exits with code 2."""
+
+
+@dataclass(frozen=True)
+class Location:
+    """A line of a flow's source file."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class FlowError(KvsieveError, ValueError):
+    """A flow that cannot be run as written.
+
+    Attributes:
+        where: the flow's method, such as ``Quest.score``.
+        location: file and line of the offending statement, where known.
+        problem: what is wrong, with op and shapes.
+        remedy: what to write instead.
+    """
+
+    def __init__(self, where: str, problem: str, remedy: str, location: Location | None = None) -> None:
+        self.where, self.problem, self.remedy, self.location = where, problem, remedy, location
+        prefix = f"{location}: " if location else ""
+        super().__init__(f"{prefix}{where}: {problem}. Remedy: {remedy}.")
+
+
+class ConfigError(KvsieveError, ValueError):
+    """An argument, option or configuration that cannot be honoured."""
+
+
+class UnknownName(ConfigError):
+    """A name that is not registered; lists the near ones."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        known = sorted(known)
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known) or 'none'}"
+        super().__init__(f"unknown {kind} {name!r}: {hint}")
+
+
+class OutOfPages(KvsieveError, RuntimeError):
+    """The pool has too few free blocks for a call. Nothing was changed: finish a request, or use a larger pool."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        self.needed, self.free = needed, free
+        super().__init__(
+            f"out of pages: the call needs {needed} free blocks, the pool has {free}; "
+            "nothing was changed. Finish a request or create the pool with more blocks"
+        )

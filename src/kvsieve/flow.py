@@ -1,0 +1,271 @@
+"""The flow interface: a decode-time sparse-attention algorithm for one request and one KV head."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+import math
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from kvsieve.budget import Budget
+from kvsieve.errors import ConfigError, FlowError, Location, UnknownName
+
+BUILTIN_FIELDS = ("k", "v", "position", "age")
+"""Fields every flow can read in ``score``: K [W, p, D], V [W, p, Dv], position [W], age [W]."""
+
+ScoreResult = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
+
+
+class PageFields(Mapping[str, torch.Tensor]):
+    """The read-only mapping that ``score`` receives: field name to tensor ``[W, *shape]``."""
+
+    def __init__(self, fields: Mapping[str, torch.Tensor]) -> None:
+        self._fields = dict(fields)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._fields:
+            raise UnknownName("page field", name, self._fields)
+        return self._fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+
+class Flow:
+    """Base class of all flows. Subclass it and define what the algorithm needs; every method is optional.
+
+    ``summarize(self, k [p, D], v [p, Dv]) -> {name: tensor}``
+        A pure function of one full page; runs once, when the page is full. Names, shapes and dtypes of the summary
+        fields come from tracing it. A floating field is stored in K's dtype, unless ``summary_dtypes`` names another.
+    ``init_state(self, page_size, head_dim) -> {name: tensor}``
+        The value a page's state starts from, dtype included. State belongs to (request, page, KV head).
+    ``score(self, q [G, D], pages) -> scores [W]`` or ``(scores, {name: new state [W, ...]})``
+        Runs at every decode step that needs it, over the ``W`` window pages. ``pages`` is read-only and maps ``k``,
+        ``v``, every summary and state field, ``position`` (of each page's first token) and ``age`` (tokens since its
+        last one; both floating point, exact below 2**24 in float32). Parameters called ``layer`` and ``scale``
+        receive the layer index and the attention scale. Without ``score`` only sink and recent pages are attended.
+
+    Everything floating is float32 inside a flow (float64 in the reference). Tensors held by the flow are constants.
+    """
+
+    name: ClassVar[str] = ""
+    page_size: ClassVar[int | None] = None
+    """A page size that the flow requires; None: any."""
+    summary_dtypes: ClassVar[Mapping[str, torch.dtype]] = types.MappingProxyType({})
+    """Storage dtypes of summary fields that should not follow K's dtype."""
+
+    summarize: ClassVar[Callable[..., Mapping[str, torch.Tensor]] | None] = None
+    init_state: ClassVar[Callable[..., Mapping[str, torch.Tensor]] | None] = None
+    score: ClassVar[Callable[..., ScoreResult] | None] = None
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_"))
+        return f"{type(self).__name__}({arguments})"
+
+
+FlowT = TypeVar("FlowT", bound=type[Flow])
+_REGISTRY: dict[str, type[Flow]] = {}
+
+
+def register(name: str) -> Callable[[FlowT], FlowT]:
+    """Class decorator: makes a flow available to :func:`build_flow`, the CLI and every check under ``name``.
+
+    Raises:
+        ConfigError: not a Flow subclass, or the name belongs to another class.
+    """
+
+    def add(cls: FlowT) -> FlowT:
+        if not (isinstance(cls, type) and issubclass(cls, Flow)):
+            raise ConfigError(f"register({name!r}): expected a subclass of Flow, received {cls!r}")
+        known = _REGISTRY.get(name)
+        # The same source line executed again (a reloaded file or notebook cell) replaces itself.
+        if known is not None and (source_file(known), known.__qualname__) != (source_file(cls), cls.__qualname__):
+            raise ConfigError(
+                f"register({name!r}): the name belongs to {known.__qualname__} of {source_file(known)}, and "
+                f"{cls.__qualname__} of {source_file(cls)} asks for it too; choose another name"
+            )
+        cls.name = name
+        _REGISTRY[name] = cls
+        return cls
+
+    return add
+
+
+def list_flows() -> dict[str, type[Flow]]:
+    """Registered flows, by name."""
+    import kvsieve.flows  # noqa: F401  (importing the package registers the shipped flows)
+
+    return dict(sorted(_REGISTRY.items()))
+
+
+def build_flow(name: str, **arguments: Any) -> Flow:
+    """Build a registered flow by name.
+
+    Raises:
+        UnknownName: no such flow; the near names are listed.
+        ConfigError: arguments the constructor does not take, or values it refuses.
+    """
+    flows = list_flows()
+    if name not in flows:
+        raise UnknownName("flow", name, flows)
+    return instantiate(flows[name], arguments)
+
+
+def load_flow(spec: str, **arguments: Any) -> Flow:
+    """Build a flow from a registered name or from ``path/to/file.py:ClassName``.
+
+    Raises:
+        UnknownName: no such flow, or no such class in the file.
+        ConfigError: the file does not exist or does not import; arguments that the constructor refuses.
+    """
+    path, colon, class_name = spec.rpartition(":")
+    if not colon:
+        if spec.endswith(".py"):
+            raise ConfigError(f"flow {spec!r}: expected file.py:ClassName, received a file without a class name")
+        return build_flow(spec, **arguments)
+    module = _import_file(Path(path))
+    classes = {key: value for key, value in vars(module).items() if _is_flow_of(value, module)}
+    if class_name not in classes:
+        raise UnknownName(f"flow class in {path}", class_name, classes)
+    return instantiate(classes[class_name], arguments)
+
+
+def instantiate(cls: type[Flow], arguments: Mapping[str, Any]) -> Flow:
+    """Call a flow's constructor; a wrong argument becomes one clear :class:`ConfigError`."""
+    signature = inspect.signature(cls)
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"flow {cls.name or cls.__name__}: {error}; its arguments are {signature}") from None
+    for key, value in arguments.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise ConfigError(f"flow {cls.name or cls.__name__}: {key}: expected a number, received NaN")
+    try:
+        return cls(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"flow {cls.name or cls.__name__}: {error}") from error
+
+
+def check_flow(flow: Flow, page_size: int, budget: Budget) -> None:
+    """Refuse a page size or budget that the flow cannot honour.
+
+    Raises:
+        ConfigError: with expected, received and the remedy.
+    """
+    name = flow.name or type(flow).__name__
+    if not isinstance(page_size, int) or page_size < 1:
+        raise ConfigError(f"page_size: expected an integer >= 1, received {page_size!r}")
+    if flow.page_size is not None and flow.page_size != page_size:
+        raise ConfigError(f"flow {name} requires page_size {flow.page_size}, received {page_size}")
+    if flow.score is None and (budget.topk or budget.ratio):
+        raise ConfigError(
+            f"flow {name} has no score and attends sink and recent pages only: expected topk=0 and ratio=0, received "
+            f"topk={budget.topk} ratio={budget.ratio}; give these pages to recent instead"
+        )
+
+
+def with_dtype(flow: Flow, dtype: torch.dtype) -> Flow:
+    """A copy of the flow whose floating tensors (its constants) are cast to ``dtype``."""
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(dtype) if value.is_floating_point() else value
+        if isinstance(value, dict):
+            return {key: cast(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+            return type(value)(cast(item) for item in value)
+        if isinstance(value, torch.nn.Module):
+            return copy.deepcopy(value).to(dtype)
+        return value
+
+    twin = copy.copy(flow)
+    for key, value in vars(flow).items():
+        object.__setattr__(twin, key, cast(value))
+    return twin
+
+
+def extra_parameters(flow: Flow) -> frozenset[str]:
+    """Which of ``layer`` and ``scale`` the flow's ``score`` asks for.
+
+    Raises:
+        FlowError: a parameter with another name.
+    """
+    if flow.score is None:
+        return frozenset()
+    parameters = list(inspect.signature(flow.score).parameters.values())
+    wanted = frozenset(parameter.name for parameter in parameters[2:] if parameter.default is parameter.empty)
+    wanted |= frozenset(parameter.name for parameter in parameters[2:] if parameter.name in ("layer", "scale"))
+    if len(parameters) < 2 or not wanted <= {"layer", "scale"}:
+        raise FlowError(
+            f"{type(flow).__name__}.score",
+            f"expected the parameters (q, pages) and optionally layer and scale, received "
+            f"({', '.join(parameter.name for parameter in parameters)})",
+            "make other numbers constructor arguments",
+            definition_of(flow, "score"),
+        )
+    return wanted
+
+
+def source_file(cls: type) -> str:
+    """File that defines a class, or its module's name when there is none (a notebook, a REPL)."""
+    try:
+        return inspect.getsourcefile(cls) or cls.__module__
+    except (OSError, TypeError):
+        return cls.__module__
+
+
+def definition_of(flow: Flow, method: str) -> Location | None:
+    """Where a method of the flow is defined."""
+    code = getattr(getattr(type(flow), method, None), "__code__", None)
+    return Location(code.co_filename, code.co_firstlineno) if code else None
+
+
+def _is_flow_of(value: object, module: types.ModuleType) -> bool:
+    return isinstance(value, type) and issubclass(value, Flow) and value.__module__ == module.__name__
+
+
+def _import_file(path: Path) -> types.ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"flow file {str(path)!r}: no such file; expected path/to/file.py:ClassName")
+    name = f"kvsieve_flow_{path.stem}_{abs(hash(path.resolve()))}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"flow file {str(path)!r}: expected a Python file with the ending .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # torch.export and inspect look the module up by name
+    try:
+        spec.loader.exec_module(module)
+    except ConfigError:
+        del sys.modules[name]
+        raise
+    except Exception as error:
+        del sys.modules[name]
+        line = _line_in(error, path)
+        raise ConfigError(
+            f"flow file {path}{f':{line}' if line else ''} does not import: {type(error).__name__}: {error}"
+        ) from error
+    return module
+
+
+def _line_in(error: BaseException, path: Path) -> int | None:
+    if isinstance(error, SyntaxError):
+        return error.lineno
+    frames = [frame for frame, _ in _walk(error.__traceback__) if Path(frame.f_code.co_filename) == path]
+    lines = [line for frame, line in _walk(error.__traceback__) if frame in frames]
+    return lines[-1] if lines else None
+
+
+def _walk(traceback: types.TracebackType | None) -> Iterator[tuple[types.FrameType, int]]:
+    while traceback is not None:
+        yield traceback.tb_frame, traceback.tb_lineno
+        traceback = traceback.tb_next

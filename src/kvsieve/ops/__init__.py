@@ -1,0 +1,69 @@
+"""The op table: every ATen op a flow may use, and how one segment becomes many.
+
+A row maps an ATen op name to a kind with two methods: ``check`` refuses what the page axis forbids, ``lower`` writes
+the batched op. Adding an op is one entry here (and one line in tests/test_ops.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from kvsieve.ops import contract, elementwise, reduce, shape
+from kvsieve.ops.view import Batch, NodeView, Refused, Shape, Value
+
+__all__ = ["Batch", "NodeView", "OpKind", "Refused", "Shape", "Value", "kind_of", "op_name", "table"]
+
+
+class OpKind(Protocol):
+    """How a family of ops meets the page axis."""
+
+    def check(self, view: NodeView) -> None:
+        """Raise Refused if the op mixes pages."""
+
+    def lower(self, view: NodeView, batch: Batch) -> Value | tuple[Value, ...]:
+        """Append the batched op to the lowered graph."""
+
+
+def _build() -> dict[str, OpKind]:
+    rows: dict[str, OpKind] = dict.fromkeys(elementwise.NAMES, elementwise.Elementwise())
+    rows |= dict.fromkeys(elementwise.CREATE_NAMES, elementwise.Create())
+    rows |= dict.fromkeys(reduce.IDENTITY, reduce.Reduction())
+    rows |= dict.fromkeys(("softmax", "_softmax"), reduce.AlongAxis(torch.softmax, -reduce.INFINITY))
+    rows |= dict.fromkeys(("log_softmax", "_log_softmax"), reduce.AlongAxis(torch.log_softmax, -reduce.INFINITY))
+    rows["cumsum"] = reduce.AlongAxis(torch.cumsum, 0.0)
+    rows["cumprod"] = reduce.AlongAxis(torch.cumprod, 1.0)
+    rows |= dict.fromkeys(("sort", "topk", "median", "argmax", "argmin", "flip"), reduce.WithinPage())
+    rows["avg_pool1d"] = reduce.Pool1d("avg")
+    rows["max_pool1d_same"] = reduce.Pool1d("max")
+    reshapes = ("reshape", "view", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze")
+    rows |= dict.fromkeys(reshapes, shape.Reshape())
+    permutes = ("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "numpy_T", "mT")
+    rows |= dict.fromkeys(permutes, shape.Permute())
+    rows |= dict.fromkeys(("expand", "expand_as", "broadcast_to"), shape.Expand())
+    rows |= dict.fromkeys(("slice", "select", "narrow", "index_select"), shape.Slice())
+    rows["index"] = shape.Index()
+    rows |= dict.fromkeys(("cat", "concat", "concatenate", "stack"), shape.Join())
+    rows |= dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind"), shape.Split())
+    rows |= dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), contract.Matmul())
+    rows["linear"] = contract.Linear()
+    rows["einsum"] = contract.Einsum()
+    rows |= dict.fromkeys(("max.other", "min.other"), elementwise.Elementwise())
+    return rows
+
+
+table: dict[str, OpKind] = _build()
+
+
+def op_name(target: Any) -> str | None:
+    """``add`` for aten.add.Tensor; None for anything that is no ATen or kvsieve op."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "kvsieve"):
+        return None
+    return str(target._overloadpacket.__name__)
+
+
+def kind_of(target: Any) -> OpKind | None:
+    """The table row of an op, or None if flows may not use it."""
+    name = op_name(target)
+    return table.get(f"{name}.{target._overloadname}", table.get(name)) if name else None

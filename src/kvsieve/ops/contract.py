@@ -1,0 +1,98 @@
+"""Products: matmul and its relatives, einsum, linear. They may run over any axis but the page axis."""
+
+from __future__ import annotations
+
+from string import ascii_letters
+
+import torch
+from torch import fx
+
+from kvsieve.ops.reduce import show
+from kvsieve.ops.view import Batch, NodeView, Proxy, Refused, Value
+
+REMEDY = "reduce over pages with sum, mean or softmax; products may run over head_dim or tokens of a page"
+
+
+class Matmul:
+    """matmul, mm, bmm, mv, dot on two operands."""
+
+    def check(self, view: NodeView) -> None:
+        a, b = view.node.all_input_nodes if len(view.node.all_input_nodes) == 2 else (view.node.args[0],) * 2
+        assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+        left, right = view.shape_of(a), view.shape_of(b)
+        if left[-1] is None or right[-2 if len(right) > 1 else 0] is None:
+            raise Refused(f"{view.op._overloadpacket.__name__} of {show(left)} and {show(right)} sums over pages", REMEDY)
+
+    def lower(self, view: NodeView, batch: Batch) -> Value:
+        a, b = (batch[node] for node in view.node.args if isinstance(node, fx.Node))
+        proxy = batched_matmul(batch, a, b)
+        return Value(proxy, view.shape, a.batched or b.batched)
+
+
+class Linear:
+    """``torch.nn.functional.linear``: x @ weight.T + bias, with a constant or computed weight."""
+
+    def check(self, view: NodeView) -> None:
+        arguments = view.args()
+        x, weight = view.shape_of(arguments["input"]), view.shape_of(arguments["weight"])
+        if x[-1] is None or weight[-1] is None:
+            raise Refused(f"linear of {show(x)} and {show(weight)} sums over pages", REMEDY)
+
+    def lower(self, view: NodeView, batch: Batch) -> Value:
+        arguments = view.args()
+        x, weight = batch[arguments["input"]], batch[arguments["weight"]]
+        turned = Value(torch.transpose(weight.proxy, -1, -2), weight.shape[:-2] + weight.shape[:-3:-1], weight.batched)
+        proxy = batched_matmul(batch, x, turned)
+        batched = x.batched or weight.batched
+        if arguments["bias"] is not None:
+            bias = batch[arguments["bias"]]
+            proxy = proxy + batch.align(bias, len(view.shape))
+            batched = batched or bias.batched
+        return Value(proxy, view.shape, batched)
+
+
+class Einsum:
+    """``torch.einsum`` with an explicit output; the batch adds one letter to every operand that varies."""
+
+    def check(self, view: NodeView) -> None:
+        arguments = view.args()
+        inputs, output = _letters(arguments["equation"])
+        for letters, node in zip(inputs, arguments["tensors"], strict=True):
+            axis = view.page_axis(node)
+            if axis is not None and letters[axis] not in output:
+                raise Refused(f"einsum {arguments['equation']!r} sums over pages (letter {letters[axis]!r})", REMEDY)
+
+    def lower(self, view: NodeView, batch: Batch) -> Value:
+        arguments = view.args()
+        inputs, output = _letters(arguments["equation"])
+        values = [batch[node] for node in arguments["tensors"]]
+        segment = next(letter for letter in ascii_letters if letter not in "".join(inputs) + output)
+        terms = [segment + term if value.batched else term for term, value in zip(inputs, values, strict=True)]
+        batched = any(value.batched for value in values)
+        equation = ",".join(terms) + "->" + (segment if batched else "") + output
+        return Value(torch.einsum(equation, *(value.proxy for value in values)), view.shape, batched)
+
+
+def batched_matmul(batch: Batch, a: Value, b: Value) -> Proxy:
+    """torch.matmul of two one-segment operands, batched: vectors become matrices, batch axes are lined up."""
+    left = torch.unsqueeze(a.proxy, -2) if a.rank == 1 else a.proxy
+    right = torch.unsqueeze(b.proxy, -1) if b.rank == 1 else b.proxy
+    ranks = max(a.rank, 2), max(b.rank, 2)
+    for _ in range(max(ranks) - ranks[0]):
+        left = torch.unsqueeze(left, 1) if a.batched else left
+    for _ in range(max(ranks) - ranks[1]):
+        right = torch.unsqueeze(right, 1) if b.batched else right
+    product = torch.matmul(left, right)
+    if b.rank == 1:
+        product = torch.squeeze(product, -1)
+    if a.rank == 1:
+        product = torch.squeeze(product, -1 if b.rank == 1 else -2)
+    return product
+
+
+def _letters(equation: str) -> tuple[list[str], str]:
+    equation = equation.replace(" ", "")
+    if "->" not in equation or "." in equation:
+        raise Refused(f"einsum {equation!r} has no explicit output, or an ellipsis", "write it as 'ab,cb->ac'")
+    left, output = equation.split("->")
+    return left.split(","), output
