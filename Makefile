@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-TEXT := examples/ruth.txt
+TEXT := examples/jargon.txt
 GENERATE := $(BIN)/kvsieve generate --model smollm2 --prompt-file $(TEXT) --budget-tokens 512 --max-new-tokens 64 --compare
 
 export HF_HUB_OFFLINE := 1

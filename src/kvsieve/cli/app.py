@@ -1,0 +1,74 @@
+"""Entry point: commands, and one place where errors become one line and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+from typer.main import get_command
+
+from kvsieve.cli import flows, generate, new
+from kvsieve.errors import KvsieveError
+
+USAGE, INTERRUPTED = 2, 130
+
+app = typer.Typer(
+    name="kvsieve",
+    help="Decode-time sparse attention, written as a few lines of PyTorch for one request and one KV head.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("flows")(flows.flows_command)
+app.command("generate")(generate.generate_command)
+app.command("new")(new.new_command)
+
+# Typer carries its own copy of click in later releases: this finds the base of its usage errors in any of them.
+UsageProblem = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+@app.callback()
+def _commands() -> None:
+    """Keeps the command names even if only one command is left."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 2 an error (one line on stderr), 130 interrupted.
+
+    Args:
+        arguments: words after ``kvsieve``; None: those of the process.
+    """
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        result = get_command(app).main(list(arguments) or ["--help"], prog_name="kvsieve", standalone_mode=False)
+        sys.stdout.flush()
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        if os.environ.get("KVSIEVE_TRACEBACK"):
+            raise
+        return USAGE
+    return result if isinstance(result, int) else 0
+
+
+def one_line(error: Exception) -> str:
+    """An exception as one line for the user; what is not a user's error says its type and how to see more."""
+    if isinstance(error, UsageProblem):
+        message = f"{error.format_message()} (kvsieve --help lists commands and options)"
+    elif isinstance(error, KvsieveError):
+        message = str(error)
+    else:
+        message = f"{type(error).__name__}: {error} (KVSIEVE_TRACEBACK=1 shows where)"
+    return " ".join(message.split())

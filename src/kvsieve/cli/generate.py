@@ -1,0 +1,118 @@
+"""``kvsieve generate``: a model continues a prompt with a sparse-attention flow, beside dense attention if asked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+from kvsieve.cli.generation import Setup, find_parting, prepare, run_dense, run_sparse
+from kvsieve.cli.options import (
+    choose_budget,
+    choose_page_size,
+    parse_dtype,
+    parse_flow_arguments,
+    parse_layers,
+)
+from kvsieve.cli.report import Comparison, print_report
+from kvsieve.errors import ConfigError
+from kvsieve.flow import check_flow, load_flow
+from kvsieve.models import load_model
+
+
+def generate_command(
+    flow: str = typer.Option(..., help="registered name, or file.py:ClassName"),
+    model: str = typer.Option("smollm2", help="smollm2, a local directory, or a hub path"),
+    flow_arg: list[str] = typer.Option([], metavar="KEY=VALUE", help="argument of the flow; may be repeated"),
+    budget_tokens: int | None = typer.Option(None, help="tokens attended per step  [default: 512]"),
+    topk: int | None = typer.Option(None, help="pages chosen by score, instead of --budget-tokens"),
+    sink: int | None = typer.Option(None, help="first pages, always attended"),
+    recent: int | None = typer.Option(None, help="last pages, always attended"),
+    ratio: float | None = typer.Option(None, help="share of all pages to keep, 0 to 1"),
+    page_size: int | None = typer.Option(None, help="tokens per page  [default: the flow's own, or 16]"),
+    skip_layers: str = typer.Option("", metavar="LAYERS", help="layers that stay dense, such as 0,1,4-6"),
+    prompt: str | None = typer.Option(None, help="text to continue, taken as it is (no chat template)"),
+    prompt_file: str | None = typer.Option(None, help="file with the text, or - for stdin; final newlines are cut"),
+    max_new_tokens: int = typer.Option(64, min=1, help="tokens to generate, greedily"),
+    dtype: str = typer.Option("fp32", help="fp32, bf16 or fp16"),
+    device: str = typer.Option("cpu", help="cpu, cuda, cuda:1, ..."),
+    compare: bool = typer.Option(False, help="run dense attention beside it and show where the texts part"),
+    as_json: bool = typer.Option(False, "--json", help="print one JSON object and nothing else on stdout"),
+) -> None:
+    """Continue a prompt with a sparse-attention flow; greedy. Prints the text, tokens/s and bytes read per step."""
+    built = load_flow(flow, **parse_flow_arguments(flow_arg))
+    size = choose_page_size(built, page_size)
+    budget = choose_budget(built, size, budget_tokens, topk=topk, sink=sink, recent=recent, ratio=ratio)
+    check_flow(built, size, budget)
+    text, layers, kind = read_prompt(prompt, prompt_file), parse_layers(skip_layers), parse_dtype(dtype)
+    check_device(device)
+    quiet_transformers()
+    loaded, tokenizer = load_model(model, dtype=kind, device=device)
+    setup = prepare(loaded, tokenizer, text, max_new_tokens)
+    sparse = run_sparse(setup, built, budget, size, layers)
+    dense = run_dense(setup) if compare else None
+    parting = find_parting(tokenizer, sparse.tokens, dense.tokens) if dense else None
+    words = setup_words(setup, model, dtype, device)
+    result = Comparison(words, flow, repr(built), size, budget, sparse, dense, parting)
+    if as_json:
+        print(json.dumps(result.as_json(), ensure_ascii=False))
+    else:
+        print_report(result)
+
+
+def setup_words(setup: Setup, model: str, dtype: str, device: str) -> dict[str, Any]:
+    """What was run, for the report."""
+    return {"model": model, "dtype": dtype, "device": device, "prompt_tokens": setup.prompt_tokens}
+
+
+def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
+    """The text to continue.
+
+    Raises:
+        ConfigError: none or both are given, the file cannot be read, or the text is empty.
+    """
+    if (prompt is None) == (prompt_file is None):
+        raise ConfigError(f"expected --prompt or --prompt-file, received {'neither' if prompt is None else 'both'}")
+    text = read_file(prompt_file).rstrip("\r\n") if prompt_file is not None else prompt
+    if not text:
+        raise ConfigError("the prompt is empty: expected some text to continue")
+    return text
+
+
+def read_file(name: str) -> str:
+    """Text of a UTF-8 file, or of stdin for ``-``."""
+    if name == "-":
+        return sys.stdin.read()
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompt-file {name}: expected UTF-8 text, received other bytes ({error.reason})") from None
+    except OSError as error:
+        raise ConfigError(f"--prompt-file {name}: {error.strerror or error}; expected a readable text file") from None
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that this machine does not have.
+
+    Raises:
+        ConfigError: no such device.
+    """
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--device {name}: expected a device of this machine, such as cpu; {reason}") from None
+
+
+def quiet_transformers() -> None:
+    """Keep the loading bars and hints of Transformers out of the terminal, where it is installed."""
+    try:
+        from transformers.utils import logging
+    except ImportError:
+        return  # load_model says what is missing
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

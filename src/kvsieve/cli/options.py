@@ -1,0 +1,104 @@
+"""Command-line values: flow arguments, budgets, dtypes, layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvsieve.budget import Budget
+from kvsieve.errors import ConfigError, UnknownName
+from kvsieve.flow import Flow
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CONSTANTS: dict[str, Any] = {"true": True, "false": False, "none": None}
+DEFAULT_BUDGET_TOKENS = 512
+DEFAULT_PAGE_SIZE = 16
+
+
+def parse_flow_arguments(pairs: Sequence[str]) -> dict[str, Any]:
+    """``["w_peak=0.5", "name=x"] -> {"w_peak": 0.5, "name": "x"}``; values are int, float, bool, None or text.
+
+    Raises:
+        ConfigError: a pair is not ``key=value``, or a key comes twice.
+    """
+    arguments: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"--flow-arg: expected key=value, such as decay=0.9, received {pair!r}")
+        if key in arguments:
+            raise ConfigError(f"--flow-arg {key}: expected one value, received several")
+        arguments[key] = parse_value(value)
+    return arguments
+
+
+def parse_value(text: str) -> Any:
+    """A value as int, float, bool or None if it reads as one, otherwise as text."""
+    if text.lower() in CONSTANTS:
+        return CONSTANTS[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """``fp32``, ``bf16`` or ``fp16``.
+
+    Raises:
+        UnknownName: another name.
+    """
+    if name not in DTYPES:
+        raise UnknownName("dtype", name, DTYPES)
+    return DTYPES[name]
+
+
+def parse_layers(text: str) -> list[int]:
+    """``"0,1,4-6" -> [0, 1, 4, 5, 6]``; empty text is no layer.
+
+    Raises:
+        ConfigError: a part is no number and no range.
+    """
+    layers: list[int] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ConfigError(f"--skip-layers: expected layers such as 0,1,4-6, received {part!r}")
+        layers.extend(range(int(first), int(last or first) + 1))
+    return sorted(set(layers))
+
+
+def choose_page_size(flow: Flow, wanted: int | None) -> int:
+    """The page size asked for, or the flow's own, or 16."""
+    return wanted if wanted is not None else flow.page_size or DEFAULT_PAGE_SIZE
+
+
+def choose_budget(
+    flow: Flow,
+    page_size: int,
+    tokens: int | None = None,
+    *,
+    topk: int | None = None,
+    sink: int | None = None,
+    recent: int | None = None,
+    ratio: float | None = None,
+) -> Budget:
+    """A budget in tokens (512 if nothing is said), or one in pages.
+
+    Raises:
+        ConfigError: both ways are mixed, or a value is out of range.
+    """
+    in_pages = {"topk": topk, "sink": sink, "recent": recent, "ratio": ratio}
+    given = {name: value for name, value in in_pages.items() if value is not None}
+    if given and tokens is not None:
+        raise ConfigError(
+            f"expected either --budget-tokens or pages, received --budget-tokens and --{', --'.join(given)}; drop one"
+        )
+    if given:
+        return Budget(**{"topk": 0, **given})  # type: ignore[arg-type]
+    wanted = DEFAULT_BUDGET_TOKENS if tokens is None else tokens
+    return Budget.tokens(wanted, page_size, selects=flow.score is not None)

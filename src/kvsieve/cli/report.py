@@ -1,0 +1,118 @@
+"""What ``kvsieve generate`` prints: texts, where they part, speed and bytes; or the same as JSON."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvsieve.budget import Budget
+from kvsieve.cli.generation import Parting, Run, StepBytes
+
+PIPE_WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A sparse run, what it was made with, and the dense run if there was one."""
+
+    setting: Mapping[str, Any]
+    flow: str
+    flow_words: str
+    page_size: int
+    budget: Budget
+    sparse: Run
+    dense: Run | None
+    parting: Parting | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything as plain JSON values."""
+        return {
+            **self.setting,
+            "flow": self.flow,
+            "flow_arguments": self.flow_words,
+            "page_size": self.page_size,
+            "budget": asdict(self.budget),
+            "sparse": run_json(self.sparse),
+            "dense": run_json(self.dense) if self.dense else None,
+            "parting": asdict(self.parting) if self.parting else None,
+        }
+
+
+def run_json(run: Run) -> dict[str, Any]:
+    """A run as plain JSON values."""
+    bytes_per_step = asdict(run.step_bytes) if run.step_bytes else None
+    return {
+        "text": run.text,
+        "tokens": run.tokens,
+        "tokens_per_second": run.tokens_per_second,
+        "prefill_seconds": run.prefill_seconds,
+        "bytes_per_step": bytes_per_step,
+    }
+
+
+def print_report(result: Comparison) -> None:
+    """Print texts and measurements for reading."""
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    console.print(Text(setting_words(result), style="dim"))
+    for title, run in (("dense", result.dense), (result.flow, result.sparse)):
+        if run is not None:
+            console.rule(Text(title), align="left")
+            console.print(Text(run.text))
+    console.rule()
+    if result.dense is not None:
+        console.print(Text(parting_words(result)))
+    console.print(measurements(result))
+
+
+def setting_words(result: Comparison) -> str:
+    """Model, prompt, flow and budget in one line."""
+    words, budget = result.setting, result.budget
+    model = f"{words['model']} ({words['dtype']}, {words['device']}), prompt of {words['prompt_tokens']} tokens"
+    pages = f"{budget.sink} sink + {budget.topk} chosen + {budget.recent} recent pages of {result.page_size}"
+    share = f", at least {budget.ratio} of all" if budget.ratio else ""
+    return f"{model}; {result.flow_words}; budget: {pages}{share}"
+
+
+def parting_words(result: Comparison) -> str:
+    """One sentence: whether and where the texts part."""
+    if result.parting is None:
+        return f"Both runs give the same {len(result.sparse.tokens)} tokens."
+    at = result.parting
+    return f"The texts part at new token {at.index}: dense {at.dense[:40]!r}, sparse {at.sparse[:40]!r}."
+
+
+def measurements(result: Comparison) -> Table:
+    """Speed and bytes per decode step, a row per run."""
+    table = Table("", "decode tok/s", "K/V read/step", "fields/step", "total/step", "of dense", box=box.SIMPLE_HEAD)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    read = result.sparse.step_bytes
+    if result.dense is not None:
+        table.add_row("dense", speed(result.dense), *byte_cells(StepBytes(read.dense, 0, read.dense) if read else None))
+    table.add_row(Text(result.flow), speed(result.sparse), *byte_cells(read))
+    return table
+
+
+def byte_cells(read: StepBytes | None) -> list[str]:
+    """K/V, fields, their sum, and the sum relative to dense."""
+    if read is None:
+        return ["-"] * 4
+    total = read.kv + read.fields
+    return [megabytes(read.kv), megabytes(read.fields), megabytes(total), f"{total / read.dense:.1%}"]
+
+
+def speed(run: Run) -> str:
+    """Decode speed for the table."""
+    return "-" if run.tokens_per_second is None else f"{run.tokens_per_second:.1f}"
+
+
+def megabytes(count: float) -> str:
+    """Bytes in units of 10**6."""
+    return f"{count / 1e6:.3g} MB"
