@@ -1,0 +1,27 @@
+"""Backends by name."""
+
+from __future__ import annotations
+
+from kvsieve.backends.base import Backend
+from kvsieve.backends.eager import EagerBackend
+from kvsieve.errors import UnknownName
+
+_BACKENDS: dict[str, type[Backend]] = {"eager": EagerBackend}
+
+
+def backend_names() -> list[str]:
+    """Names of the backends of this version."""
+    return list(_BACKENDS)
+
+
+def get_backend(backend: str | Backend) -> Backend:
+    """A backend by name, or the one given.
+
+    Raises:
+        UnknownName: no such backend.
+    """
+    if isinstance(backend, Backend):
+        return backend
+    if backend not in _BACKENDS:
+        raise UnknownName("backend", backend, _BACKENDS)
+    return _BACKENDS[backend]()

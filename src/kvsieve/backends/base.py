@@ -1,0 +1,84 @@
+"""The narrow interface of a backend: summarize, score, select, attend, prefill. Nothing else knows how they run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvsieve.graph import FlowGraphs
+from kvsieve.paging.pool import LayerPool
+from kvsieve.plan import Quota, Rows, Window
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """How logits are made: ``scale``, optional ``softcap`` and sink logits ``[H, G]``. Honoured by every backend."""
+
+    scale: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Pages attended per segment: ``pages`` [B, H, K] ascending, of which the first ``count`` [B] are real."""
+
+    pages: torch.Tensor
+    count: torch.Tensor
+
+    def listed(self) -> torch.Tensor:
+        """Which entries of ``pages`` are real: bool [B, 1, K]."""
+        return (torch.arange(self.pages.shape[-1], device=self.count.device) < self.count[:, None])[:, None]
+
+    def tokens(self, page_size: int, lengths: torch.Tensor) -> torch.Tensor:
+        """Bool [B, H, K, p]: tokens that exist, in listed pages. ``lengths`` [B]."""
+        offsets = torch.arange(page_size, device=self.pages.device)
+        position = self.pages[..., None] * page_size + offsets
+        return (position < lengths[:, None, None, None]) & self.listed()[..., None]
+
+
+class Backend(ABC):
+    """Runs a flow's graphs and the attention over a selection on a paged pool. Batched over (request, KV head)."""
+
+    name: str
+
+    @abstractmethod
+    def refusal(self, graphs: FlowGraphs) -> str | None:
+        """Why this backend cannot run a flow; None if it can. There is no silent fallback."""
+
+    @abstractmethod
+    def prepare(self, graphs: FlowGraphs, device: torch.device) -> Any:
+        """The flow in the form that ``summarize`` and ``score`` run."""
+
+    @abstractmethod
+    def summarize(self, flow: Any, pool: LayerPool, blocks: torch.Tensor) -> None:
+        """Compute and store the summary fields of full pages, given their blocks [C]."""
+
+    @abstractmethod
+    def score(self, flow: Any, q: torch.Tensor, pool: LayerPool, window: Window) -> torch.Tensor:
+        """Score window pages and write new state: q [Bs, H, G, D] -> float32 [Bs, H, W] (padding undefined)."""
+
+    @abstractmethod
+    def select(self, scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
+        """Sink pages, the best of the window, recent pages; everything for requests under budget.
+
+        Higher score first; -0 equals +0; NaN below -inf; the older page at equal rank. Exact and deterministic.
+        """
+
+    @abstractmethod
+    def attend(
+        self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exact attention over the selection: q [B, H, G, D] -> out [B, H, G, Dv] in q's dtype, lse [B, H, G] float32."""
+
+    @abstractmethod
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: LayerPool, rows: Rows, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Dense causal attention of all new tokens: q [T, H, G, D], k [T, H, D], v [T, H, Dv] -> out [T, H, G, Dv].
+
+        The tokens are already in the pool; ``k`` and ``v`` spare a gather when a request has no past.
+        """

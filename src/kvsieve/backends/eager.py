@@ -1,0 +1,140 @@
+"""The eager backend: the lowered graph and exact attention as plain PyTorch ops, on any device and dtype.
+
+Segments are laid out head-major, ``N = H * B``, which the pool's layout gives without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvsieve.backends.attention import attend_tokens, prefill_request
+from kvsieve.backends.base import AttentionOptions, Backend, Selection
+from kvsieve.backends.select import compose, top_pages
+from kvsieve.graph import FlowGraphs
+from kvsieve.lower import Program, lower
+from kvsieve.paging.pool import LayerPool
+from kvsieve.plan import Quota, Rows, Window
+
+
+@dataclass(frozen=True)
+class EagerFlow:
+    """A flow's lowered programs."""
+
+    summarize: Program | None
+    score: Program | None
+
+
+class EagerBackend(Backend):
+    """Runs every flow that traces; nothing is compiled."""
+
+    name = "eager"
+
+    def refusal(self, graphs: FlowGraphs) -> str | None:
+        return None
+
+    def prepare(self, graphs: FlowGraphs, device: torch.device) -> EagerFlow:
+        programs = [lower(graph) if graph else None for graph in (graphs.summarize, graphs.score)]
+        for program in programs:
+            if program is not None:
+                program.module.to(device)
+        return EagerFlow(*programs)
+
+    def summarize(self, flow: EagerFlow, pool: LayerPool, blocks: torch.Tensor) -> None:
+        if flow.summarize is None or not len(blocks):
+            return
+        fields = {name: _flat(pool_field.index_select(1, blocks)) for name, pool_field in (("k", pool.k), ("v", pool.v))}
+        valid = torch.ones(len(blocks) * pool.num_kv_heads, 1, dtype=torch.bool, device=blocks.device)
+        for name, value in _run(flow.summarize, valid, fields).items():
+            target = pool.summaries[name]
+            target[:, blocks] = value.reshape(pool.num_kv_heads, len(blocks), *value.shape[1:]).to(target.dtype)
+
+    def score(self, flow: EagerFlow, q: torch.Tensor, pool: LayerPool, window: Window) -> torch.Tensor:
+        assert flow.score is not None
+        batch, heads = q.shape[:2]
+        inputs = {"q": q.transpose(0, 1).flatten(0, 1)}
+        sources = {"k": (pool.k, window.blocks), "v": (pool.v, window.blocks)}
+        sources |= {name: (pool_field, window.blocks) for name, pool_field in pool.summaries.items()}
+        sources |= {name: (pool_field, window.rows) for name, pool_field in pool.state.items()}
+        for name in flow.score.inputs:
+            if name in sources:
+                inputs[name] = gather_pages(*sources[name])
+            elif name != "q":
+                inputs[name] = getattr(window, name).repeat(heads, 1)
+        results = _run(flow.score, window.valid.repeat(heads, 1), inputs)
+        scores = results.pop("scores")
+        rows = window.rows.flatten()
+        for name, value in results.items():
+            target = pool.state[name]
+            target[:, rows] = value.reshape(heads, len(rows), *value.shape[2:]).to(target.dtype)
+        return scores.float().reshape(heads, batch, -1).transpose(0, 1)
+
+    def select(self, scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
+        best = None
+        if scores is not None and quota.window is not None and quota.window.max_topk:
+            best = top_pages(scores, quota.window.valid, quota.window.topk, quota.window.max_topk)
+        return compose(best, quota, heads)
+
+    def attend(
+        self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, heads, group, _ = q.shape
+        pages = torch.where(selection.listed(), selection.pages, 0)
+        blocks = torch.gather(rows.table[:, None].expand(-1, heads, -1), 2, pages)
+        mask = selection.tokens(pool.page_size, rows.lengths_tensor)
+        out, lse = attend_tokens(
+            q.transpose(0, 1).flatten(0, 1),
+            gather_selected(pool.k, blocks),
+            gather_selected(pool.v, blocks),
+            mask.transpose(0, 1).reshape(heads * batch, -1),
+            options,
+        )
+        shape = heads, batch, group
+        return out.reshape(*shape, -1).transpose(0, 1), lse.reshape(shape).transpose(0, 1)
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: LayerPool, rows: Rows, options: AttentionOptions
+    ) -> torch.Tensor:
+        out = []
+        first = 0
+        for index, (start, count, length) in enumerate(zip(rows.starts, rows.counts, rows.lengths, strict=True)):
+            new = slice(first, first + count)
+            first += count
+            if not count:
+                continue
+            if start == 0:
+                keys, values = k[new].transpose(0, 1), v[new].transpose(0, 1)
+            else:
+                pages = rows.table[index : index + 1, : -(-length // pool.page_size)]
+                keys, values = (
+                    gather_pages(field, pages).flatten(1, 2)[:, :length] for field in (pool.k, pool.v)
+                )
+            out.append(prefill_request(q[new], keys, values, options))
+        return torch.cat(out)
+
+
+def gather_pages(field: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows of a head-major field [H, rows, *shape] for all heads alike: index [B, W] -> [H * B, W, *shape]."""
+    batch, width = index.shape
+    return field.index_select(1, index.flatten()).reshape(field.shape[0] * batch, width, *field.shape[2:])
+
+
+def gather_selected(field: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Tokens of pages that differ by head: field [H, rows, p, D], blocks [B, H, K] -> [H * B, K * p, D]."""
+    heads, rows, page_size, width = field.shape
+    base = torch.arange(heads, device=blocks.device) * rows
+    index = blocks.transpose(0, 1) + base[:, None, None]
+    picked = field.reshape(heads * rows, page_size, width).index_select(0, index.flatten())
+    return picked.reshape(heads * blocks.shape[0], -1, width)
+
+
+def _run(program: Program, valid: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Run a program on float32 inputs."""
+    inputs = (fields[name].float() if fields[name].is_floating_point() else fields[name] for name in program.inputs)
+    return dict(zip(program.outputs, program.module(valid, *inputs), strict=True))
+
+
+def _flat(pages: torch.Tensor) -> torch.Tensor:
+    return pages.flatten(0, 1)

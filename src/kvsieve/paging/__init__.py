@@ -1,0 +1,1 @@
+"""Storage: blocks, page tables, the pool of one layer, state rows."""

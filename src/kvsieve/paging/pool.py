@@ -1,0 +1,72 @@
+"""The memory of one layer: K, V and summary fields by block, state fields by row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from kvsieve.graph import FieldSpec
+
+
+def uninitialised(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """All pool memory comes from here, with arbitrary content; tests poison it."""
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+class LayerPool:
+    """Head-major storage, so that consecutive blocks of a head are one contiguous run.
+
+    ``k [H, blocks, p, D]``, ``v [H, blocks, p, Dv]``, ``summaries[name] [H, blocks, *shape]``,
+    ``state[name] [H, rows, *shape]``. Block and row 0 are the null ones.
+    """
+
+    def __init__(
+        self,
+        num_kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        v_head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        summary_fields: Mapping[str, FieldSpec],
+        state_fields: Mapping[str, FieldSpec],
+    ) -> None:
+        self.num_kv_heads, self.page_size = num_kv_heads, page_size
+        self.dtype, self.device = dtype, device
+        self.state_fields = state_fields
+        heads = num_kv_heads
+        self.k = uninitialised((heads, 0, page_size, head_dim), dtype, device)
+        self.v = uninitialised((heads, 0, page_size, v_head_dim), dtype, device)
+        self.summaries = {
+            name: uninitialised((heads, 0, *spec.shape), spec.dtype or dtype, device)
+            for name, spec in summary_fields.items()
+        }
+        self.state = {
+            name: uninitialised((heads, 0, *spec.shape), spec.dtype or dtype, device)
+            for name, spec in state_fields.items()
+        }
+
+    def reserve(self, blocks: int, rows: int) -> None:
+        """Grow to at least this many blocks and rows; what was stored stays."""
+        self.k, self.v = self._grown(self.k, blocks), self._grown(self.v, blocks)
+        self.summaries = {name: self._grown(field, blocks) for name, field in self.summaries.items()}
+        self.state = {name: self._grown(field, rows) for name, field in self.state.items()}
+
+    def write(self, blocks: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store tokens: k [T, H, D], v [T, H, Dv] at (block, offset) [T]."""
+        self.k[:, blocks, offsets] = k.transpose(0, 1)
+        self.v[:, blocks, offsets] = v.transpose(0, 1)
+
+    def enter(self, rows: torch.Tensor) -> None:
+        """Start the state of pages that entered a request at the flow's initial value."""
+        for name, spec in self.state_fields.items():
+            assert spec.initial is not None
+            self.state[name][:, rows] = spec.initial.to(self.device)
+
+    def _grown(self, old: torch.Tensor, size: int) -> torch.Tensor:
+        if old.shape[1] >= size:
+            return old
+        new = uninitialised((old.shape[0], size, *old.shape[2:]), old.dtype, old.device)
+        new[:, : old.shape[1]] = old
+        return new

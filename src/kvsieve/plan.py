@@ -1,0 +1,152 @@
+"""What a call does to every layer, worked out once on the host: where tokens go, who is scored, how many pages stay.
+
+Tensors are built from integers the host knows, so no backend ever waits for the device. A plan belongs to its call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvsieve.budget import Budget
+from kvsieve.paging.allocator import NULL_BLOCK, BlockId
+from kvsieve.paging.table import RequestId, RequestTables
+
+
+@dataclass(frozen=True)
+class Writes:
+    """Where the call's tokens go: ``blocks`` and ``offsets`` [T]; blocks of pages it fills; state rows that enter."""
+
+    blocks: torch.Tensor
+    offsets: torch.Tensor
+    filled: torch.Tensor
+    entered: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The requests of a call: tokens before, new tokens, tokens after (host), and their block table [B, S]."""
+
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    table: torch.Tensor
+    lengths_tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Window:
+    """The window pages of the requests that are scored, padded to the widest.
+
+    ``requests`` [Bs]: their places in the batch. ``blocks``, ``rows`` [Bs, W]: null where not ``valid`` [Bs, W].
+    ``position``, ``age`` [Bs, W] float32. ``topk`` [Bs]: pages to choose, 0 for requests under budget.
+    """
+
+    requests: torch.Tensor
+    blocks: torch.Tensor
+    rows: torch.Tensor
+    valid: torch.Tensor
+    position: torch.Tensor
+    age: torch.Tensor
+    topk: torch.Tensor
+    max_topk: int
+    total_pages: int
+
+
+@dataclass(frozen=True)
+class Quota:
+    """How many pages each request of a step attends under one budget.
+
+    ``pages`` [B] (S), ``count`` [B] (pages attended), ``width`` the largest count. ``window`` is None when no request
+    is scored; ``sparse`` says whether any request leaves pages out.
+    """
+
+    sink: int
+    recent: int
+    pages: torch.Tensor
+    count: torch.Tensor
+    width: int
+    sparse: bool
+    window: Window | None
+
+
+class Plan:
+    """The shared part of a call on one device."""
+
+    def __init__(
+        self,
+        tables: RequestTables,
+        requests: Sequence[RequestId],
+        counts: Sequence[int],
+        entered: Sequence[BlockId],
+        device: torch.device,
+    ) -> None:
+        self.page_size, self.device = tables.page_size, device
+        entries = [tables[request] for request in requests]
+        lengths = tuple(entry.length for entry in entries)
+        starts = tuple(length - count for length, count in zip(lengths, counts, strict=True))
+        slots = torch.tensor([entry.slot for entry in entries])
+        width = max(tables.pages(length) for length in lengths)
+        self._block_table = tables.blocks[slots, :width]
+        self._row_table = tables.rows[slots, :width]
+        self.rows = Rows(
+            starts, tuple(counts), lengths, self._block_table.to(device), torch.tensor(lengths, device=device)
+        )
+        self.writes = self._writes(entered)
+        self._quotas: dict[tuple[Budget, bool, bool], Quota] = {}
+
+    def quota(self, budget: Budget, scores: bool, stateful: bool) -> Quota:
+        """The quota of a decode step under ``budget`` for a flow that scores and keeps state, or not."""
+        key = budget, scores, stateful
+        if key not in self._quotas:
+            self._quotas[key] = self._quota(budget, scores, stateful)
+        return self._quotas[key]
+
+    def _writes(self, entered: Sequence[BlockId]) -> Writes:
+        p = self.page_size
+        counts = torch.tensor(self.rows.counts)
+        request = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        first = torch.cumsum(counts, 0) - counts
+        token = torch.arange(len(request)) - first[request] + torch.tensor(self.rows.starts)[request]
+        blocks, offsets = self._block_table[request, token // p], token % p
+        filled = blocks[offsets == p - 1]
+        device = self.device
+        rows = torch.tensor(entered, dtype=torch.int64, device=device)
+        return Writes(blocks.to(device), offsets.to(device), filled.to(device), rows)
+
+    def _quota(self, budget: Budget, scores: bool, stateful: bool) -> Quota:
+        pages = [-(-length // self.page_size) for length in self.rows.lengths]
+        kept = [budget.kept(s) for s in pages]
+        counts = [min(s, keep) for s, keep in zip(pages, kept, strict=True)]
+        scored = [
+            i
+            for i, (s, keep) in enumerate(zip(pages, kept, strict=True))
+            if scores and budget.window(s) and (s > keep or stateful)
+        ]
+        topk = [kept[i] - budget.sink - budget.recent if pages[i] > kept[i] else 0 for i in scored]
+        window = self._window(budget, scored, [budget.window(pages[i]) for i in scored], topk) if scored else None
+        device = self.device
+        return Quota(
+            budget.sink,
+            budget.recent,
+            torch.tensor(pages, device=device),
+            torch.tensor(counts, device=device),
+            max(counts),
+            counts != pages,
+            window,
+        )
+
+    def _window(self, budget: Budget, scored: list[int], widths: list[int], topk: list[int]) -> Window:
+        width, p, device = max(widths), self.page_size, self.device
+        requests = torch.tensor(scored)
+        valid = torch.arange(width) < torch.tensor(widths)[:, None]
+        columns = slice(budget.sink, budget.sink + width)
+        null = torch.tensor(int(NULL_BLOCK))
+        blocks = torch.where(valid, self._block_table[requests, columns], null)
+        rows = torch.where(valid, self._row_table[requests, columns], null)
+        position = ((budget.sink + torch.arange(width)) * p).expand(len(scored), width)
+        age = torch.tensor([self.rows.lengths[i] for i in scored])[:, None] - p - position
+        tensors = (requests, blocks, rows, valid, position.float(), age.float(), torch.tensor(topk))
+        return Window(*(tensor.to(device) for tensor in tensors), max(topk), sum(widths))

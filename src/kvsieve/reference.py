@@ -1,0 +1,142 @@
+"""The specification: what a flow means, for one segment, in float64, with plain loops.
+
+It has never heard of pages in a pool, batches or devices, and imports nothing but torch, flow and budget. Every backend
+is held against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvsieve.budget import Budget
+from kvsieve.flow import Flow, PageFields, check_flow, extra_parameters, with_dtype
+
+F64 = torch.float64
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """What one decode step did: ``out [G, Dv]``, ``lse [G]``, ascending ``selection``, ``scores [W]`` or None."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    selection: list[int]
+    scores: torch.Tensor | None
+
+
+class ReferenceSegment:
+    """One (request, KV head) pair.
+
+    Args:
+        flow: the algorithm.
+        budget: pages attended per step.
+        page_size: tokens per page.
+        scale: attention scale; None: ``head_dim ** -0.5``.
+        softcap: logits become ``softcap * tanh(logits / softcap)`` if given.
+        sinks: sink logit per query head [G], added to the softmax's denominator if given.
+        layer: layer index, seen by flows that ask for it.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        budget: Budget,
+        page_size: int,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        layer: int = 0,
+    ) -> None:
+        check_flow(flow, page_size, budget)
+        self.flow, self.budget, self.page_size = with_dtype(flow, F64), budget, page_size
+        self.scale, self.softcap, self.layer = scale, softcap, layer
+        self.sinks = None if sinks is None else sinks.to(F64)
+        self.k: list[torch.Tensor] = []
+        self.v: list[torch.Tensor] = []
+        self.summaries: list[Mapping[str, torch.Tensor]] = []
+        self.state: list[dict[str, torch.Tensor]] = []
+
+    def extend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prefill, dense and exact: q [n, G, D], k [n, D], v [n, Dv] -> out [n, G, Dv], lse [n, G]."""
+        rows = []
+        for query, key, value in zip(q, k, v, strict=True):
+            self._write(key, value)
+            rows.append(self._attend(query, list(range(len(self.k)))))
+        return torch.stack([out for out, _ in rows]), torch.stack([lse for _, lse in rows])
+
+    def step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ReferenceStep:
+        """One decode step: q [G, D], k [D], v [Dv]."""
+        self._write(k, v)
+        pages = len(self.state)
+        sink, recent = self.budget.sink, self.budget.recent
+        kept = self.budget.kept(pages)
+        window = range(sink, pages - recent)
+        scores, new_state = (None, {}) if not len(window) else self._score(q, window, always=pages > kept)
+        for name, rows in new_state.items():
+            for page, row in zip(window, rows, strict=True):
+                self.state[page][name] = row
+        if pages <= kept:
+            selection = list(range(pages))
+        else:
+            best = [] if scores is None else rank(scores)[: kept - sink - recent]
+            selection = sorted([*range(sink), *(sink + i for i in best), *range(pages - recent, pages)])
+        p = self.page_size
+        tokens = [t for page in selection for t in range(page * p, min((page + 1) * p, len(self.k)))]
+        out, lse = self._attend(q, tokens)
+        return ReferenceStep(out, lse, selection, scores)
+
+    def _write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        if len(self.k) % self.page_size == 0:
+            initial = self.flow.init_state(self.page_size, k.shape[-1]) if self.flow.init_state else {}
+            self.state.append({name: _widen(value) for name, value in initial.items()})
+        self.k.append(k.to(F64))
+        self.v.append(v.to(F64))
+        if len(self.k) % self.page_size == 0 and self.flow.summarize:
+            page = slice(len(self.k) - self.page_size, len(self.k))
+            self.summaries.append(self.flow.summarize(torch.stack(self.k[page]), torch.stack(self.v[page])))
+
+    def _score(
+        self, q: torch.Tensor, window: range, always: bool
+    ) -> tuple[torch.Tensor | None, Mapping[str, torch.Tensor]]:
+        """Scores of the window and new state; nothing when the flow neither ranks nor keeps state in this step."""
+        if self.flow.score is None or not (always or self.flow.init_state):
+            return None, {}
+        p, length = self.page_size, len(self.k)
+        fields = {
+            "k": torch.stack([torch.stack(self.k[i * p : i * p + p]) for i in window]),
+            "v": torch.stack([torch.stack(self.v[i * p : i * p + p]) for i in window]),
+            "position": torch.tensor([i * p for i in window], dtype=F64),
+            "age": torch.tensor([length - (i + 1) * p for i in window], dtype=F64),
+        }
+        for rows in (self.summaries, self.state):
+            for name in rows[window[0]] if rows else ():
+                fields[name] = torch.stack([rows[i][name] for i in window])
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        extra = {name: {"layer": self.layer, "scale": scale}[name] for name in extra_parameters(self.flow)}
+        result = self.flow.score(q.to(F64), PageFields(fields), **extra)
+        return result if isinstance(result, tuple) else (result, {})
+
+    def _attend(self, q: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exact softmax attention of q [G, D] over the listed tokens -> out [G, Dv], lse [G]."""
+        k, v = torch.stack([self.k[t] for t in tokens]), torch.stack([self.v[t] for t in tokens])
+        logits = q.to(F64) @ k.T * (q.shape[-1] ** -0.5 if self.scale is None else self.scale)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        lse = torch.logsumexp(logits, -1)
+        if self.sinks is not None:
+            lse = torch.logaddexp(lse, self.sinks)
+        return torch.exp(logits - lse[:, None]) @ v, lse
+
+
+def rank(scores: torch.Tensor) -> list[int]:
+    """Window pages, best first: higher score, -0 equals +0, NaN below -inf, the older page at equal rank."""
+    values = [float(score) for score in scores]
+    return sorted(range(len(values)), key=lambda i: (values[i] != values[i], -values[i] if values[i] == values[i] else 0.0, i))
+
+
+def _widen(value: torch.Tensor) -> torch.Tensor:
+    return value.to(F64) if value.is_floating_point() else value
