@@ -37,5 +37,37 @@ class @class@(Flow):
         return (1 - self.peak) * seen.mean(1) + self.peak * seen.amax(1)
 '''
 
-TEST_FILE = '''"""To be written."""
+TEST_FILE = '''"""@class@, batched and paged, against the float64 reference of one request and KV head."""
+
+from pathlib import Path
+
+import torch
+
+from kvsieve.budget import Budget
+from kvsieve.flow import load_flow
+from kvsieve.reference import ReferenceSegment
+from kvsieve.runtime import Runtime
+
+FLOW = f"{Path(__file__).with_name('@module@.py')}:@class@"
+HEADS, GROUP, HEAD_DIM, PAGE_SIZE, PROMPT, STEPS = 2, 3, 32, 4, 61, 12
+
+
+def test_@module@_matches_the_reference():
+    torch.manual_seed(0)
+    flow, budget = load_flow(FLOW), Budget(topk=3)
+    q = torch.randn(PROMPT + STEPS, HEADS * GROUP, HEAD_DIM)
+    k, v = torch.randn(2, PROMPT + STEPS, HEADS, HEAD_DIM)
+    runtime = Runtime(flow, budget, page_size=PAGE_SIZE)
+    request = runtime.admit()
+    runtime.extend([request], [PROMPT]).attend(0, q[:PROMPT], k[:PROMPT], v[:PROMPT])
+    segments = [ReferenceSegment(flow, budget, PAGE_SIZE) for _ in range(HEADS)]
+    grouped = q.unflatten(1, (HEADS, GROUP))
+    for head, segment in enumerate(segments):
+        segment.extend(grouped[:PROMPT, head], k[:PROMPT, head], v[:PROMPT, head])
+    for t in range(PROMPT, PROMPT + STEPS):
+        got = runtime.step([request]).attend(0, q[t : t + 1], k[t : t + 1], v[t : t + 1])
+        for head, segment in enumerate(segments):
+            want = segment.step(grouped[t, head], k[t, head], v[t, head])
+            assert got.selection.pages[0, head, : got.selection.count[0]].tolist() == want.selection
+            torch.testing.assert_close(got.out.view(HEADS, GROUP, -1)[head].double(), want.out, rtol=1e-4, atol=1e-5)
 '''
