@@ -37,29 +37,34 @@ def prefill_request(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: 
             queries, k[None], v[None], is_causal=True, scale=options.scale, enable_gqa=group > 1
         )
         return out[0].transpose(0, 1).unflatten(1, (heads, group))
-    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     parts = []
     for first in range(0, n, PREFILL_ROWS):
-        part = queries[0, :, first : first + PREFILL_ROWS]
-        last = length - n + first + part.shape[1]
-        parts.append(_causal_rows(part, k[:, :last], v[:, :last], options))
+        rows = min(PREFILL_ROWS, n - first)
+        last = length - n + first + rows
+        allowed = torch.ones(rows, last, dtype=torch.bool, device=q.device).tril(last - rows)
+        part = queries[:, :, first : first + rows]
+        parts.append(attend_masked(part, k[None, :, :last], v[None, :, :last], allowed, options)[0])
     return torch.cat(parts, 1).transpose(0, 1).unflatten(1, (heads, group))
 
 
-def _causal_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-    """The last rows of a causal square: q [Hq, n, D], k [Hq, L, D], v [Hq, L, Dv] -> [Hq, n, Dv]."""
-    n, length = q.shape[1], k.shape[1]
-    allowed = torch.ones(n, length, dtype=torch.bool, device=q.device).tril(length - n)
+def attend_masked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, allowed: torch.Tensor, options: AttentionOptions
+) -> torch.Tensor:
+    """Dense attention under a mask: q [B, Hq, n, D], k [B, H, L, D], v [B, H, L, Dv] -> [B, Hq, n, Dv].
+
+    ``allowed`` is bool and broadcasts to [B, Hq, n, L]. A row that may attend nothing comes out as 0.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     if options.softcap is None and options.sinks is None:
-        return torch.nn.functional.scaled_dot_product_attention(
-            q[None], k[None], v[None], attn_mask=allowed, scale=options.scale
-        )[0]
-    logits = _logits(torch.matmul(q.float(), k.float().transpose(1, 2)), options)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=options.scale)
+    logits = _logits(torch.matmul(q.float(), k.float().transpose(-1, -2)), options)
     logits = torch.where(allowed, logits, float("-inf"))
     lse = torch.logsumexp(logits, -1, keepdim=True)
     if options.sinks is not None:
         lse = torch.logaddexp(lse, options.sinks.float().reshape(-1, 1, 1))
-    return torch.matmul(torch.exp(logits - lse), v.float()).to(q.dtype)
+    probabilities = torch.where(allowed, torch.exp(logits - lse), 0.0)
+    return torch.matmul(probabilities, v.float()).to(q.dtype)
 
 
 def _logits(products: torch.Tensor, options: AttentionOptions) -> torch.Tensor:

@@ -1,0 +1,37 @@
+"""kvsieve: decode-time sparse attention, written once for one request and one KV head, run batched, paged and checked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvsieve.budget import Budget
+from kvsieve.errors import ConfigError, FlowError, KvsieveError, OutOfPages
+from kvsieve.flow import Flow, build_flow, list_flows, load_flow, register
+from kvsieve.runtime import Runtime
+
+if TYPE_CHECKING:
+    from kvsieve.integrations.transformers import SparseCache
+
+__version__ = "0.1.0"
+__all__ = [
+    "Budget",
+    "ConfigError",
+    "Flow",
+    "FlowError",
+    "KvsieveError",
+    "OutOfPages",
+    "Runtime",
+    "SparseCache",
+    "build_flow",
+    "list_flows",
+    "load_flow",
+    "register",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SparseCache":  # imports transformers, and registers attn_implementation="kvsieve"
+        from kvsieve.integrations.transformers import SparseCache
+
+        return SparseCache
+    raise AttributeError(f"module 'kvsieve' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""kvsieve inside other engines."""

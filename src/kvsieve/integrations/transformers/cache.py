@@ -1,0 +1,277 @@
+"""SparseCache: a Transformers cache that stores real tokens in pages and attends a selection of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NoReturn
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from kvsieve.backends import Backend
+from kvsieve.backends.base import AttentionOptions
+from kvsieve.budget import BudgetLike
+from kvsieve.errors import ConfigError
+from kvsieve.flow import Flow
+from kvsieve.integrations.transformers.attention import IMPLEMENTATION, dense_attention, tag
+from kvsieve.paging.table import RequestId
+from kvsieve.runtime import Call, ReadStats, Runtime
+
+
+class SparseCache(Cache):
+    """The cache to pass as ``past_key_values`` to ``generate`` or ``forward``.
+
+    Args:
+        config: the model's config; its ``attn_implementation`` must be "kvsieve" when the model runs.
+        flow: a flow, or the name of a registered one.
+        budget: pages attended per step, for all layers or per layer.
+        page_size: tokens per page; None: the flow's own, else 16.
+        skip_layers: layers that stay dense. Sliding-window layers always do, by the model's own rule.
+        num_blocks: blocks of the pool, shared by all requests; None: it grows.
+        backend: a backend or its name.
+
+    A forward call with several tokens per row is prefill, dense and exact, whole or in chunks; with one token per row
+    on a past it is a decode step. (The one-token remainder of a chunked prompt cannot be told from a step.) Padding is
+    never stored, wherever it stands in a row.
+
+    Raises:
+        ConfigError: the model, flow, budget or page size cannot be served; says what to use instead.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        flow: Flow | str,
+        budget: BudgetLike,
+        page_size: int | None = None,
+        skip_layers: Collection[int] = (),
+        *,
+        num_blocks: int | None = None,
+        backend: str | Backend = "eager",
+    ) -> None:
+        self._config = config.get_text_config(decoder=True)
+        layers: list[CacheLayerMixin] = []
+        for index, layer in enumerate(DynamicCache(config=config).layers):
+            if type(layer) is DynamicSlidingWindowLayer:
+                layers.append(_SlidingLayer(layer.sliding_window))
+            elif type(layer) is DynamicLayer:
+                layers.append(_PagedLayer(self, index))
+            else:
+                raise ConfigError(
+                    f"layer {index} of {type(config).__name__} needs a {type(layer).__name__}: SparseCache serves "
+                    "full-attention and sliding-window layers; use the model's own cache"
+                )
+        if getattr(self._config, "num_kv_shared_layers", 0):
+            raise ConfigError(
+                f"{type(config).__name__} shares K and V between layers, which SparseCache does not serve; use the "
+                "model's own cache"
+            )
+        paged = [index for index, layer in enumerate(layers) if isinstance(layer, _PagedLayer)]
+        unknown = sorted(set(skip_layers) - set(paged))
+        if unknown:
+            raise ConfigError(f"skip_layers: expected full-attention layers ({paged}), received {unknown}")
+        self.runtime = Runtime(
+            flow, budget, page_size=page_size, num_blocks=num_blocks, dense_layers=skip_layers, backend=backend
+        )
+        self._requests: list[RequestId] = []
+        self._seen: torch.Tensor | None = None  # bool [B, L]: which columns of the padded batch hold real tokens
+        self._forward: _Forward | None = None
+        super().__init__(layers=layers)
+
+    @property
+    def stats(self) -> ReadStats:
+        """What decode steps have read so far, over the paged layers."""
+        return self.runtime.stats
+
+    @property
+    def lengths(self) -> list[int]:
+        """Real tokens stored per row."""
+        return [self.runtime.length(request) for request in self._requests]
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Hand new K and V [B, H, T, D] to the attention function, tagged with their layer."""
+        implementation = getattr(self._config, "_attn_implementation", None)
+        if implementation != IMPLEMENTATION:
+            raise ConfigError(
+                f"SparseCache: expected a model with attn_implementation='{IMPLEMENTATION}', received {implementation!r}; "
+                f"call model.set_attn_implementation('{IMPLEMENTATION}')"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def reset(self) -> None:
+        """Forget all requests and free their pages; counters and compiled flows stay."""
+        self.runtime.finish(self._requests)
+        self._requests, self._seen, self._forward = [], None, None
+        super().reset()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> NoReturn:
+        raise _unsupported("beam search", "num_beams=1 (greedy or sampling)")
+
+    def crop(self, tokens_to_remove: int) -> NoReturn:
+        raise _unsupported("assisted decoding (rolling tokens back)", "generate without an assistant")
+
+    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
+        raise _unsupported("repeating rows of a filled cache", "the repeated rows as the first batch")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> NoReturn:
+        raise _unsupported("dropping rows of a filled cache", "a cache per group of rows")
+
+    def forward_of(self, layer: _PagedLayer, batch: int, rows: int, mask: torch.Tensor | None) -> _Forward:
+        """The forward call that a layer's attention belongs to; the first layer of a call opens it."""
+        length = 0 if self._seen is None else self._seen.shape[1]
+        if self._forward is None or layer.length == length:
+            self._forward = self._open(batch, rows, mask)
+        if self._forward.shape != (batch, rows):
+            raise ConfigError(f"expected {self._forward.shape} rows and tokens in all layers, received {(batch, rows)}")
+        return self._forward
+
+    def _open(self, batch: int, rows: int, mask: torch.Tensor | None) -> _Forward:
+        seen = torch.zeros(batch, 0, dtype=torch.bool) if self._seen is None else self._seen
+        if seen.shape[0] != batch:
+            raise ConfigError(
+                f"expected the {seen.shape[0]} rows that the cache holds, received {batch}; use cache.reset() or a new cache"
+            )
+        new = _new_tokens(mask, seen, batch, rows)
+        if not self._requests:
+            self._requests = [self.runtime.admit() for _ in range(batch)]
+        counts = new.sum(1).tolist()
+        active = [i for i, count in enumerate(counts) if count]
+        call = None
+        if active:
+            requests = [self._requests[i] for i in active]
+            if rows == 1 and all(self.runtime.length(request) for request in requests):
+                call = self.runtime.step(requests)
+            else:
+                call = self.runtime.extend(requests, [counts[i] for i in active])
+        self._seen = torch.cat([seen, new], 1)
+        return _Forward((batch, rows), None if bool(new.all()) else new, call)
+
+
+class _Forward:
+    """One forward call of the model: its shape, which tokens are real (None: all), and the runtime's call."""
+
+    def __init__(self, shape: tuple[int, int], real: torch.Tensor | None, call: Call | None) -> None:
+        self.shape, self.real, self.call = shape, real, call
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """query [B, Hq, T, D], key [B, H, T, D], value [B, H, T, Dv] -> [B, T, Hq, Dv]; zeros where padded."""
+        real = None if self.real is None else self.real.to(query.device)
+        q, k, v = (_flatten(x, real) for x in (query, key, value))
+        out = query.new_zeros(*self.shape, query.shape[1], value.shape[3])
+        if self.call is not None:
+            flat = self.call.attend(
+                layer, q, k, v, scale=options.scale, softcap=options.softcap, sinks=options.sinks
+            ).out
+            if real is None:
+                return flat.reshape(out.shape)
+            out[real] = flat
+        return out
+
+
+class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """A full-attention layer: K and V live in the runtime's pool."""
+
+    is_sliding = False
+
+    def __init__(self, cache: SparseCache, index: int) -> None:
+        super().__init__()
+        self.cache, self.index, self.length = cache, index, 0
+        self._waiting = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self._waiting:
+            raise ConfigError(
+                f"layer {self.index}: expected kvsieve's attention after the cache update, but the model never called it; "
+                f"use a model whose attention goes through attn_implementation='{IMPLEMENTATION}'"
+            )
+        self.lazy_initialization(key_states, value_states)
+        self._waiting = True
+        tag(key_states, self)
+        return key_states, value_states
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        if mask is not None and mask.dim() != 2:
+            raise ConfigError(
+                f"layer {self.index}: expected a 2-D attention_mask [batch, length], received {list(mask.shape)}; custom "
+                "4-D masks need attn_implementation='sdpa'"
+            )
+        forward = self.cache.forward_of(self, query.shape[0], query.shape[2], mask)
+        out = forward.attend(self.index, query, key, value, options)
+        self.length += query.shape[2]
+        self._waiting = False
+        return out
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.length, self._waiting, self.is_initialized = 0, False, False
+
+
+class _SlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """A sliding-window layer: stored and masked as the model does it, dense within its window."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        tag(keys, self)
+        return keys, values
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        return dense_attention(query, key, value, mask, options)
+
+
+def _flatten(x: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    """[B, H, T, D] -> real tokens, row after row: [tokens, H, D]."""
+    rows = x.transpose(1, 2)
+    return rows.flatten(0, 1) if real is None else rows[real]
+
+
+def _new_tokens(mask: torch.Tensor | None, seen: torch.Tensor, batch: int, rows: int) -> torch.Tensor:
+    """Which of the new columns hold real tokens: bool [B, T] on the CPU.
+
+    Raises:
+        ConfigError: the mask has another length, or disagrees with what is stored.
+    """
+    if mask is None:
+        return torch.ones(batch, rows, dtype=torch.bool)
+    mask = mask.to("cpu", torch.bool)
+    if mask.shape != (batch, seen.shape[1] + rows):
+        raise ConfigError(
+            f"attention_mask: expected {[batch, seen.shape[1] + rows]} (cached + new tokens), received {list(mask.shape)}"
+        )
+    if not torch.equal(mask[:, : seen.shape[1]], seen):
+        raise ConfigError(
+            "attention_mask hides or shows cached tokens that were stored otherwise; keep the mask of earlier calls and "
+            "append to it, or start a new cache"
+        )
+    return mask[:, seen.shape[1] :]
+
+
+def _unsupported(what: str, instead: str) -> ConfigError:
+    return ConfigError(f"SparseCache does not support {what}; use {instead}, or attn_implementation='sdpa' with DynamicCache")
