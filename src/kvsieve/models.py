@@ -51,8 +51,8 @@ def load_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=offline)
-        model = AutoModelForCausalLM.from_pretrained(
+        tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=offline)
+        model: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, attn_implementation=attn_implementation, local_files_only=offline
         )
     except (OSError, ValueError, ImportError) as error:

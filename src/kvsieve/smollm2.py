@@ -111,7 +111,7 @@ def convert(gguf: Path, target: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
     settings = loaded.config.to_dict()
     settings.pop("quantization_config", None)
-    plain = LlamaForCausalLM(LlamaConfig(**settings)).to(torch.float32)
+    plain: Any = LlamaForCausalLM(LlamaConfig(**settings))
     plain.load_state_dict(loaded.state_dict())
     plain.tie_weights()
     plain.save_pretrained(target)

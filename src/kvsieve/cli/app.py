@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 from typer.main import get_command
@@ -27,7 +28,7 @@ app.command("generate")(generate.generate_command)
 app.command("new")(new.new_command)
 
 # Typer carries its own copy of click in later releases: this finds the base of its usage errors in any of them.
-UsageProblem = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+UsageProblem: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
 @app.callback()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -114,5 +115,6 @@ def quiet_transformers() -> None:
         from transformers.utils import logging
     except ImportError:
         return  # load_model says what is missing
+    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated", category=FutureWarning)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
