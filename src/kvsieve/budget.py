@@ -37,7 +37,7 @@ class Budget:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"Budget({name}=): expected an integer >= {least}, received {value!r}")
-        if not isinstance(self.ratio, (int, float)) or not 0 <= self.ratio <= 1:
+        if not isinstance(self.ratio, (int, float)) or isinstance(self.ratio, bool) or not 0 <= self.ratio <= 1:
             raise ConfigError(f"Budget(ratio=): expected a number in [0, 1], received {self.ratio!r}")
 
     @property
@@ -70,8 +70,9 @@ class Budget:
         Raises:
             ConfigError: ``n`` does not hold the sink and recent pages.
         """
-        for name, value, least in (("n", n, 1), ("page_size", page_size, 1), ("sink_tokens", sink_tokens, 0)):
-            if not isinstance(value, int) or value < least:
+        arguments = (("n", n, 1), ("page_size", page_size, 1), ("sink_tokens", sink_tokens, 0))
+        for name, value, least in (*arguments, ("recent_tokens", recent_tokens, 0)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"Budget.tokens({name}=): expected an integer >= {least}, received {value!r}")
         total = math.ceil(n / page_size)
         sink = math.ceil(sink_tokens / page_size)

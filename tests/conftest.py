@@ -1,0 +1,21 @@
+"""Fixtures of all tests: memory that nobody has written is poison."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvsieve.paging.pool
+from support import poison
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every buffer that a pool creates is full of NaN, or of garbage where NaN does not exist."""
+    monkeypatch.setattr(kvsieve.paging.pool, "uninitialised", poison)
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """Seeded random numbers."""
+    return torch.Generator().manual_seed(20240607)
