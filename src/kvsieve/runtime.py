@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -97,6 +98,17 @@ class Runtime:
         self._prepared: dict[tuple[Geometry, torch.device], tuple[FlowGraphs, Any]] = {}
         self._previous: Call | None = None
         self._counted = ReadStats()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        """A runtime with requests and memory of its own; flows, graphs and backends never change and are shared."""
+        shared = [self.flow, self.backend, self._prepared]
+        for graphs, prepared in self._prepared.values():
+            shared += [graphs, prepared]
+        memo.update({id(thing): thing for thing in shared})
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return twin
 
     def admit(self) -> RequestId:
         """A new, empty request."""

@@ -203,6 +203,7 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         mask: torch.Tensor | None,
         options: AttentionOptions,
     ) -> torch.Tensor:
+        self._waiting = False
         if mask is not None and mask.dim() != 2:
             raise ConfigError(
                 f"layer {self.index}: expected a 2-D attention_mask [batch, length], received {list(mask.shape)}; custom "
@@ -211,7 +212,6 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         forward = self.cache.forward_of(self, query.shape[0], query.shape[2], mask)
         out = forward.attend(self.index, query, key, value, options)
         self.length += query.shape[2]
-        self._waiting = False
         return out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
