@@ -41,11 +41,10 @@ def poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
 
 
 def spoil(pool: LayerPool, blocks: Sequence[int], rows: Sequence[int]) -> None:
-    """Poison blocks (K, V and summaries) and state rows."""
-    for field in (pool.k, pool.v, *pool.summaries.values()):
-        field[:, list(blocks)] = garbage(field.dtype)
-    for field in pool.state.values():
-        field[:, list(rows)] = garbage(field.dtype)
+    """Poison blocks (K, V and summaries) and state rows, as far as the pool has grown."""
+    fields = [(field, blocks) for field in (pool.k, pool.v, *pool.summaries.values())]
+    for field, places in [*fields, *((field, rows) for field in pool.state.values())]:
+        field[:, [place for place in places if place < field.shape[1]]] = garbage(field.dtype)
 
 
 class PoisonedRuntime(Runtime):

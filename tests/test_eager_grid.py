@@ -31,7 +31,7 @@ def grid_budget(name: str) -> Budget:
 
 
 def boundary_lengths(page_size: int, budget: Budget) -> list[int]:
-    """Lengths after the first step; the further steps cross the boundaries. The last two leave pages out from the start."""
+    """Lengths after the first step; the further steps cross the boundaries."""
     p, kept = page_size, budget.kept(0)
     lengths = {1, p - 1, p, p + 1, kept * p - 1, kept * p, kept * p + 1, (kept + 1) * p, (kept + 2) * p - 1}
     return [max(2, length) for length in sorted(lengths - {0})]

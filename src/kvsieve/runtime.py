@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,17 +99,6 @@ class Runtime:
         self._previous: Call | None = None
         self._counted = ReadStats()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
-        """A runtime with requests and memory of its own; flows, graphs and backends never change and are shared."""
-        shared = [self.flow, self.backend, self._prepared]
-        for graphs, prepared in self._prepared.values():
-            shared += [graphs, prepared]
-        memo.update({id(thing): thing for thing in shared})
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
-        return twin
-
     def admit(self) -> RequestId:
         """A new, empty request."""
         return self.tables.admit()
@@ -138,7 +127,13 @@ class Runtime:
         return self._open(requests, [1] * len(requests), decode=True)
 
     def finish(self, requests: Sequence[RequestId]) -> None:
-        """End requests and free their blocks and state."""
+        """End requests and free their blocks and state.
+
+        Raises:
+            ConfigError: an unknown request, or one that is named twice; nothing is changed.
+        """
+        if len({self.tables[request].slot for request in requests}) != len(requests):
+            raise ConfigError(f"finish: expected distinct requests, received {list(requests)}")
         for request in requests:
             self.tables.finish(request)
 
@@ -156,10 +151,13 @@ class Runtime:
             raise ConfigError(f"expected distinct requests, one count each; received {list(requests)}, {list(counts)}")
         if not requests or min(counts) < 0 or not sum(counts):
             raise ConfigError(f"expected at least one new token and no negative count, received {list(counts)}")
-        if self._previous is not None:
+        if self._previous is not None and any(request in self.tables for request in self._previous.grown):
             missed = sorted(set(self._layers) - self._previous.attended)
             if missed:
-                raise ConfigError(f"layers {missed} did not attend the previous call, so their K and V have a hole")
+                raise ConfigError(
+                    f"layers {missed} did not attend the previous call, so their K and V have a hole: let them attend, "
+                    f"or finish its requests {self._previous.grown}"
+                )
         entered = self.tables.append(requests, counts)
         self._previous = Call(self, tuple(requests), tuple(counts), entered, decode)
         self._counted.steps += decode
@@ -167,6 +165,7 @@ class Runtime:
 
     def _layer(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> _Layer:
         if index not in self._layers:
+            self._refuse_hole(index)
             self._layers[index] = self._new_layer(index, q, k, v, scale)
         layer = self._layers[index]
         pool = layer.pool
@@ -179,13 +178,19 @@ class Runtime:
         pool.reserve(self.tables.block_allocator.capacity, self.tables.row_allocator.capacity)
         return layer
 
+    def _refuse_hole(self, index: int) -> None:
+        """A layer that starts when requests have a past would never have stored that past."""
+        new = dict(zip(self._previous.requests, self._previous.counts, strict=True)) if self._previous else {}
+        past = [request for request in self.tables if self.length(request) > new.get(request, 0)]
+        if past:
+            raise ConfigError(
+                f"layer {index}: expected its first attend in the first call, received requests {past} with a past that "
+                "it has not stored; finish them first"
+            )
+
     def _new_layer(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> _Layer:
         heads, head_dim = k.shape[1:]
-        group, rest = divmod(q.shape[1], heads)
-        if rest or q.shape[2] != head_dim:
-            raise ConfigError(
-                f"layer {index}: expected q [T, G * {heads}, {head_dim}] for k {list(k.shape)}, received {list(q.shape)}"
-            )
+        group = q.shape[1] // heads
         graphs, flow, budget = None, None, None
         if index not in self.dense_layers:
             budget = budget_for_layer(self.budget, index)
@@ -227,13 +232,22 @@ class Call:
     """One forward pass: every layer attends it once. It owns its plan, so a later call cannot change it."""
 
     def __init__(
-        self, runtime: Runtime, requests: tuple[RequestId, ...], counts: tuple[int, ...], entered: list[BlockId], decode: bool
+        self,
+        runtime: Runtime,
+        requests: tuple[RequestId, ...],
+        counts: tuple[int, ...],
+        entered: list[BlockId],
+        decode: bool,
     ) -> None:
         self.runtime, self.requests, self.counts, self.decode = runtime, requests, counts, decode
         self.attended: set[int] = set()
         self._entered = entered
         self._plans: dict[torch.device, Plan] = {}
-        self._current = True
+
+    @property
+    def grown(self) -> list[RequestId]:
+        """Requests that got tokens."""
+        return [request for request, count in zip(self.requests, self.counts, strict=True) if count]
 
     def attend(
         self,
@@ -256,12 +270,11 @@ class Call:
             softcap: logits become ``softcap * tanh(logits / softcap)``.
             sinks: sink logits [Hq], added to the softmax's denominator.
         """
-        tokens = sum(self.counts)
         if self is not self.runtime._previous or layer in self.attended:
             raise ConfigError(f"layer {layer}: expected one attend per layer and call, in the newest call")
-        if not q.shape[0] == k.shape[0] == v.shape[0] == tokens:
-            raise ConfigError(f"layer {layer}: expected {tokens} tokens, received q {q.shape[0]}, k {k.shape[0]}")
+        _check_tensors(layer, sum(self.counts), q, k, v)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
+        _check_options(layer, q.shape[1], scale, softcap, sinks)
         state = self.runtime._layer(layer, q, k, v, scale)
         heads = state.pool.num_kv_heads
         options = AttentionOptions(scale, softcap, None if sinks is None else sinks.reshape(heads, state.group))
@@ -302,3 +315,24 @@ class Call:
         if device not in self._plans:
             self._plans[device] = Plan(self.runtime.tables, self.requests, self.counts, self._entered, device)
         return self._plans[device]
+
+
+def _check_tensors(layer: int, tokens: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuse tensors that contradict each other, before anything is stored."""
+    fits = q.dim() == k.dim() == v.dim() == 3 and q.shape[0] == k.shape[0] == v.shape[0] == tokens
+    if not fits or k.shape[1] != v.shape[1] or q.shape[1] % max(1, k.shape[1]) or q.shape[2] != k.shape[2]:
+        raise ConfigError(
+            f"layer {layer}: expected q [{tokens}, G * H, D], k [{tokens}, H, D] and v [{tokens}, H, Dv], received "
+            f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ConfigError(f"layer {layer}: expected q, k and v of one dtype, received {q.dtype}, {k.dtype}, {v.dtype}")
+
+
+def _check_options(
+    layer: int, query_heads: int, scale: float, softcap: float | None, sinks: torch.Tensor | None
+) -> None:
+    if not math.isfinite(scale) or (softcap is not None and not 0 < softcap < math.inf):
+        raise ConfigError(f"layer {layer}: expected a finite scale, softcap > 0 or None, received {scale}, {softcap}")
+    if sinks is not None and sinks.shape != (query_heads,):
+        raise ConfigError(f"layer {layer}: expected sinks [{query_heads}], received {list(sinks.shape)}")

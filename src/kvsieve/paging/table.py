@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
@@ -44,11 +44,19 @@ class RequestTables:
 
     def __getitem__(self, request: RequestId) -> Request:
         if request not in self._requests:
-            raise ConfigError(f"request {request}: expected an admitted request, received one that is finished or unknown")
+            raise ConfigError(
+                f"request {request}: expected an admitted request, received one that is finished or unknown"
+            )
         return self._requests[request]
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def __iter__(self) -> Iterator[RequestId]:
+        return iter(self._requests)
+
+    def __contains__(self, request: RequestId) -> bool:
+        return request in self._requests
 
     def admit(self) -> RequestId:
         """A new, empty request."""

@@ -1,0 +1,489 @@
+"""The life of requests: chunks, ragged batches, finish, wrong calls, what is read, what is never read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from kvsieve.backends.base import AttentionOptions, Selection
+from kvsieve.backends.eager import EagerBackend
+from kvsieve.budget import Budget
+from kvsieve.errors import ConfigError, UnknownName
+from kvsieve.flow import Flow, list_flows
+from kvsieve.paging.pool import LayerPool
+from kvsieve.plan import Rows
+from kvsieve.runtime import Attended, Runtime
+from support import F64, RELATIVE, PoisonedRuntime, Shape, Twin
+
+SHAPES = [Shape(2, 3, 16, 16), Shape(1, 2, 8, 12)]
+FLOWS = list(list_flows())
+
+
+def budget_of(name: str, sink: int = 1, recent: int = 2) -> Budget:
+    return Budget(0, sink, recent) if list_flows()[name].score is None else Budget(2, sink, recent)
+
+
+def page_size_of(name: str) -> int:
+    return list_flows()[name].page_size or 4
+
+
+def twin_of(name: str, **arguments: Any) -> Twin:
+    return Twin(name, budget_of(name), page_size_of(name), SHAPES, **arguments)
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Two float32 results of the same mathematics: each is within RELATIVE of it."""
+    return bool(((a - b).abs() <= 2 * RELATIVE * b.abs().amax(-1, keepdim=True).clamp(min=1e-30)).all())
+
+
+# Chunks and batches
+
+
+@pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize("chunks", [[23], [1] * 23, [4, 4, 4, 4, 4, 3], [3, 1, 9, 0, 10], [22, 1]])
+def test_chunked_prefill_equals_whole_prefill(name: str, chunks: list[int]) -> None:
+    """Outputs agree with the reference whatever the chunks; what is stored, and so every later step, is the same."""
+    whole, chunked = twin_of(name, seed=3), twin_of(name, seed=3)
+    draws = [whole.draw(layer, 23) for layer in range(len(SHAPES))]
+    (a,), (b,) = whole.admit(), chunked.admit()
+    whole.extend([a], [23], draws=draws)
+    (other,) = chunked.admit()  # lets the empty chunk be a call
+    start = 0
+    for count in chunks:
+        part = [tuple(x[start : start + count] for x in draw) for draw in draws]
+        if count:
+            chunked.extend([b], [count], draws=part)  # type: ignore[arg-type]
+        else:
+            chunked.extend([b, other], [0, 2])
+        start += count
+    chunked.check_storage()
+    for _ in range(3):
+        draws = [whole.draw(layer, 1) for layer in range(len(SHAPES))]
+        for one, two in zip(whole.step([a], draws=draws), chunked.step([b], draws=draws), strict=True):
+            assert one.selection is not None and two.selection is not None
+            assert torch.equal(one.selection.pages, two.selection.pages)
+            # The same numbers in other blocks go through the same kernels.
+            assert torch.equal(one.out, two.out) and torch.equal(one.lse, two.lse)
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_alone_in_a_batch_and_permuted(name: str) -> None:
+    """A request does not notice its neighbours, nor its place among them."""
+    p = page_size_of(name)
+    lengths = [1, 5 * p + 1, p, 9 * p, 3 * p - 1]
+    order = [3, 0, 4, 1, 2]
+    together, permuted = twin_of(name), twin_of(name)
+    ids, shuffled = together.admit(5), permuted.admit(5)
+    alone = [twin_of(name) for _ in lengths]
+    single = [twin.admit()[0] for twin in alone]
+    source = twin_of(name, seed=11)
+    prompts = [[source.draw(layer, length) for layer in range(2)] for length in lengths]
+    joined = [_join([prompt[layer] for prompt in prompts]) for layer in range(2)]
+    mixed = [_join([prompts[i][layer] for i in order]) for layer in range(2)]
+    together.extend(ids, lengths, draws=joined)
+    permuted.extend([shuffled[i] for i in order], [lengths[i] for i in order], draws=mixed)
+    for twin, request, prompt, length in zip(alone, single, prompts, lengths, strict=True):
+        twin.extend([request], [length], draws=prompt)
+    for _ in range(3):
+        rows = [[source.draw(layer, 1) for layer in range(2)] for _ in lengths]
+        a = together.step(ids, draws=[_join([row[layer] for row in rows]) for layer in range(2)])
+        b = permuted.step(
+            [shuffled[i] for i in order], draws=[_join([rows[i][layer] for i in order]) for layer in range(2)]
+        )
+        c = [twin.step([request], draws=row) for twin, request, row in zip(alone, single, rows, strict=True)]
+        for layer in range(2):
+            assert torch.equal(a[layer].out[order], b[layer].out), "order in the batch changes nothing, bit for bit"
+            for i in range(5):
+                assert close(a[layer].out[i], c[i][layer].out[0])
+                assert listed(a[layer].selection, i) == listed(c[i][layer].selection, 0)
+
+
+def _join(draws: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v = (torch.cat(parts) for parts in zip(*draws, strict=True))
+    return q, k, v
+
+
+def listed(selection: Selection | None, request: int) -> list[list[int]]:
+    assert selection is not None
+    return selection.pages[request, :, : selection.count[request]].tolist()
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_requests_come_and_go(name: str) -> None:
+    """Admit, extend, step and finish in mid-flight, second turns, steps of some requests only."""
+    twin, p = twin_of(name), page_size_of(name)
+    a, b, c = twin.admit(3)
+    twin.extend([a, b], [5 * p, 2])
+    twin.step([b])
+    twin.step([a, b])
+    twin.extend([c, a, b], [7 * p + 1, 0, p])
+    twin.step([c, a, b])
+    twin.finish([a])
+    (d,) = twin.admit()
+    twin.step([c, b])
+    twin.extend([d, c], [6 * p, 1])
+    for _ in range(p + 1):
+        twin.step([b, d, c])
+    twin.finish([c, d])
+    twin.step([b])
+    twin.check_storage()
+
+
+def test_two_runtimes_share_nothing() -> None:
+    """A flow object serves several runtimes, whose requests have the same ids."""
+    flow = list_flows()["h2o_token_sparse_attention"]()
+    twins = [Twin(flow, Budget(2, 1, 1), 1, [SHAPES[0]], seed=seed) for seed in (1, 2)]
+    ids = [twin.admit(2) for twin in twins]
+    for twin, requests in zip(twins, ids, strict=True):
+        twin.extend(requests, [9, 4])
+    for _ in range(4):
+        for twin, requests in zip(twins, ids, strict=True):
+            twin.step(requests)
+    for twin in twins:
+        twin.check_storage()
+
+
+# What is attended
+
+
+class PoisonUnselected(EagerBackend):
+    """Writes NaN into K and V of every page that a segment did not select, before attending. Restores them after."""
+
+    poisoned = 0
+
+    def attend(
+        self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = pool.k.clone(), pool.v.clone()
+        for i, length in enumerate(rows.lengths):
+            for head in range(pool.num_kv_heads):
+                chosen = set(selection.pages[i, head, : selection.count[i]].tolist())
+                for page in set(range(-(-length // pool.page_size))) - chosen:
+                    pool.k[head, rows.table[i, page]] = float("nan")
+                    pool.v[head, rows.table[i, page]] = float("nan")
+                    self.poisoned += 1
+        result = super().attend(q, pool, rows, selection, options)
+        pool.k.copy_(k), pool.v.copy_(v)
+        return result
+
+
+@pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "sinks": True}])
+def test_unselected_pages_are_not_read(name: str, options: dict[str, Any]) -> None:
+    options = dict(options)
+    if options.pop("sinks", False):
+        options["sinks"] = torch.linspace(-1, 1, 6)
+    backend, p = PoisonUnselected(), page_size_of(name)
+    shapes = [Shape(2, 3, 16, 16)]
+    clean = Twin(name, budget_of(name), p, shapes, seed=2, **options)
+    poisoned = Twin(name, budget_of(name), p, shapes, seed=2, backend=backend, **options)
+    for twin in (clean, poisoned):
+        twin.extend(twin.admit(3), [12 * p, 6 * p + 1, 2])
+    for _ in range(3):
+        (a,), (b,) = clean.step([0, 1, 2]), poisoned.step([0, 1, 2])  # type: ignore[list-item]
+        assert torch.equal(a.out, b.out) and torch.equal(a.lse, b.lse)
+    assert backend.poisoned >= 3 * 2 * (12 - 5)
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_under_budget_is_dense_bit_for_bit(name: str) -> None:
+    """Layer 1 is dense and gets the same q, K and V; their bits agree until the first page is left out."""
+    p, budget = page_size_of(name), budget_of(name)
+    twin = Twin(name, budget, p, [SHAPES[0], SHAPES[0]], dense_layers=[1])
+    requests = twin.admit(3)
+    kept = budget.kept(0)
+    lengths = [kept * p - min(p, 3), 1, 2]
+    draw = twin.draw(0, sum(lengths))
+    twin.extend(requests, lengths, draws=[draw, draw])
+    for _ in range(kept * p - lengths[0]):
+        draw = twin.draw(0, 3)
+        sparse, dense = twin.step(requests, draws=[draw, draw])
+        assert torch.equal(sparse.out, dense.out) and torch.equal(sparse.lse, dense.lse)
+    draw = twin.draw(0, 3)
+    sparse, dense = twin.step(requests, draws=[draw, draw])
+    assert not torch.equal(sparse.out[0], dense.out[0]) and close(sparse.out[1:], dense.out[1:])
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_the_newest_token_is_always_visible(name: str) -> None:
+    """A new token whose key dominates is the output, on the first and on the last place of a page."""
+    p = page_size_of(name)
+    twin = Twin(name, budget_of(name, recent=1), p, [Shape(2, 3, 16, 16)])
+    (request,) = twin.admit()
+    twin.extend([request], [8 * p])
+    for _ in range(p + 1):
+        q, k, v = twin.draw(0, 1)
+        k = 50 * q.unflatten(1, (2, 3)).mean(2)
+        q = k.repeat_interleave(3, 1) / 50
+        (result,) = twin.step([request], draws=[(q, k, v)])
+        assert torch.allclose(result.out.unflatten(1, (2, 3)), v[:, :, None].expand(-1, -1, 3, -1), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FLOWS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_broken_request_disturbs_no_other(name: str, bad: float) -> None:
+    """The first of three requests has ``bad`` keys and values in its prompt and in every step."""
+    p = page_size_of(name)
+    lengths = [9 * p, 9 * p + 1, 2]
+    source = Twin(name, budget_of(name), p, [Shape(2, 3, 16, 16)])
+    draws = [source.draw(0, sum(lengths)), *(source.draw(0, 3) for _ in range(4))]
+
+    def play(bad: float | None) -> list[Attended]:
+        runtime = PoisonedRuntime(name, budget_of(name), page_size=p)
+        requests = [runtime.admit() for _ in lengths]
+        results = []
+        for i, (q, k, v) in enumerate(draws):
+            if bad is not None:
+                k, v = k.clone(), v.clone()
+                k[0 if i else 3 * p, :, 0] = bad
+                v[0 if i else 2 * p, :, 0] = bad
+            call = runtime.step(requests) if i else runtime.extend(requests, lengths)
+            results.append(call.attend(0, q, k, v))
+        return results
+
+    for i, (clean, broken) in enumerate(zip(play(None), play(bad), strict=True)):
+        others = slice(1 if i else lengths[0], None)
+        assert torch.equal(broken.out[others], clean.out[others])
+        if broken.lse is not None and clean.lse is not None:
+            assert not torch.equal(broken.lse[0], clean.lse[0]) and torch.equal(broken.lse[1:], clean.lse[1:])
+            assert [listed(broken.selection, j) for j in (1, 2)] == [listed(clean.selection, j) for j in (1, 2)]
+
+
+# State
+
+
+class Counts(Flow):
+    """State that counts in how many steps a page was in the window, in int64, beside a float64 sum of its ages."""
+
+    def init_state(self, page_size: int, head_dim: int) -> Mapping[str, torch.Tensor]:
+        return {"seen": torch.tensor([5, -3]), "ages": torch.full((), 0.25, dtype=torch.float32)}
+
+    def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> Any:
+        state = {"seen": pages["seen"] + 1, "ages": pages["ages"] + pages["age"]}
+        return (pages["k"] * q[0]).sum((1, 2)), state
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_state_starts_at_its_initial_value_and_moves_under_budget(page_size: int) -> None:
+    p = page_size
+    twin = Twin(Counts(), Budget(10, 1, 2), p, [Shape(2, 2, 8, 8)])
+    request, other = twin.admit(2)
+    twin.extend([request, other], [2 * p + 1, 1])
+    state, rows = twin.pool(0).state, twin.runtime.tables[request].rows
+    assert (state["seen"][:, rows] == torch.tensor([5, -3])).all() and (state["ages"][:, rows] == 0.25).all()
+    steps_in_window = {page: 0 for page in range(9)}
+    for length in range(2 * p + 2, 8 * p):
+        twin.step([request, other])
+        for page in range(1, -(-length // p) - 2):
+            steps_in_window[page] += 1
+        state, rows = twin.pool(0).state, twin.runtime.tables[request].rows
+        for page, row in enumerate(rows):
+            assert (state["seen"][:, row] == torch.tensor([5, -3]) + steps_in_window[page]).all(), page
+    assert steps_in_window[1] > 2, "the request never exceeded its budget, and its state moved"
+    twin.check_storage()
+
+
+def test_state_belongs_to_request_page_and_head() -> None:
+    """Four segments with different keys, many steps: the accumulators stay apart (and equal to the reference's)."""
+    twin = Twin("gqa_h2o_token_sparse_attention", Budget(2, 1, 1), 1, [Shape(2, 2, 8, 8)])
+    requests = twin.admit(2)
+    twin.extend(requests, [12, 12])
+    for _ in range(6):
+        twin.step(requests)
+    twin.check_storage()
+    heavy = torch.stack([twin.pool(0).state["heavy"][:, twin.runtime.tables[r].rows] for r in requests]).flatten(0, 1)
+    assert len({tuple(row.tolist()) for row in heavy}) == 4
+
+
+# What is counted
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_bytes_are_counted_from_the_selections(name: str) -> None:
+    p = page_size_of(name)
+    twin = twin_of(name, seed=4)
+    requests = twin.admit(3)
+    twin.extend(requests, [8 * p + 1, 3, 5 * p])
+    assert twin.runtime.stats.kv_bytes == twin.runtime.stats.dense_bytes == twin.runtime.stats.steps == 0
+    kv = dense = fields = 0
+    for _ in range(3):
+        results = twin.step(requests)
+        for layer, (shape, result) in enumerate(zip(SHAPES, results, strict=True)):
+            token = (shape.head_dim + shape.v_head_dim) * 4
+            graphs = twin.runtime._layers[layer].graphs
+            assert graphs is not None
+            for i, request in enumerate(requests):
+                length = twin.runtime.length(request)
+                dense += length * shape.heads * token
+                for pages in listed(result.selection, i):
+                    kv += sum(min(p, length - page * p) for page in pages) * token
+                for head in range(shape.heads):
+                    window = twin.segments[layer, request, head].budget.window(-(-length // p))
+                    over = -(-length // p) > budget_of(name).kept(0)
+                    scored = list_flows()[name].score is not None and (
+                        over or list_flows()[name].init_state is not None
+                    )
+                    fields += window * scored * graphs.score_bytes_per_page(torch.float32)
+    stats = twin.runtime.stats
+    assert (stats.kv_bytes, stats.dense_bytes, stats.field_bytes, stats.steps) == (kv, dense, fields, 3)
+
+
+# Wrong calls
+
+
+def opened(decode: bool = False) -> tuple[Runtime, Any, Any]:
+    """A runtime with a request of 6 tokens in layer 0, and an open call."""
+    runtime = PoisonedRuntime("gqa_quest_sparse_attention", Budget(2), page_size=4)
+    request = runtime.admit()
+    runtime.extend([request], [6]).attend(0, *tokens(6))
+    return runtime, request, runtime.step([request]) if decode else runtime.extend([request], [2])
+
+
+def tokens(
+    count: int, heads: int = 2, group: int = 3, k_width: int = 8, v_width: int = 8, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = (count, heads * group, k_width), (count, heads, k_width), (count, heads, v_width)
+    q, k, v = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
+    return q, k, v
+
+
+def _replace(index: int, change: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+    values = list(tokens(2))
+    values[index] = change(values[index])
+    return values
+
+
+WRONG_TENSORS: dict[str, Callable[[], Any]] = {
+    "tokens": lambda: tokens(3),
+    "KV heads": lambda: tokens(2, heads=1),
+    "group": lambda: tokens(2, group=2),
+    "K width": lambda: tokens(2, k_width=9),
+    "V width": lambda: tokens(2, v_width=9),
+    "dtype": lambda: tokens(2, dtype=torch.bfloat16),
+    "q heads that are no multiple": lambda: _replace(0, lambda q: torch.cat([q, q[:, :1]], 1)),
+    "q width": lambda: _replace(0, lambda q: q[..., :7]),
+    "q dtype": lambda: _replace(0, lambda q: q.double()),
+    "v heads": lambda: _replace(2, lambda v: v[:, :1]),
+    "v dtype": lambda: _replace(2, lambda v: v.half()),
+    "batched k": lambda: _replace(1, lambda k: k[None]),
+    "v tokens": lambda: _replace(2, lambda v: v[:1]),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_TENSORS)
+@pytest.mark.parametrize("first", [True, False])
+def test_wrong_tensors_are_refused_and_change_nothing(what: str, first: bool) -> None:
+    """On a known layer and, where tensors contradict each other, on a new one; the right ones still work after."""
+    runtime, request, call = opened()
+    if first:
+        if what in ("KV heads", "group", "K width", "V width", "dtype"):
+            return  # consistent among themselves: a new layer may look like this
+        runtime.finish([request])
+        runtime = PoisonedRuntime("gqa_quest_sparse_attention", Budget(2), page_size=4)
+        request = runtime.admit()
+        call = runtime.extend([request], [2])
+    with pytest.raises(ConfigError, match="layer 0: expected"):
+        call.attend(0, *WRONG_TENSORS[what]())
+    assert call.attend(0, *tokens(2)).out.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sinks": torch.zeros(5)}, {"softcap": 0.0}, {"softcap": float("nan")}, {"scale": float("nan")}, {"scale": 2.0}],
+)
+def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
+    _, _, call = opened(decode=True)
+    with pytest.raises(ConfigError, match="layer 0: expected"):
+        call.attend(0, *tokens(1), **options)
+    assert call.attend(0, *tokens(1)).out.isfinite().all()
+
+
+def test_wrong_calls_are_refused() -> None:
+    runtime, request, call = opened()
+    call.attend(0, *tokens(2))
+    with pytest.raises(ConfigError, match="one attend per layer and call"):
+        call.attend(0, *tokens(2))
+    newer = runtime.step([request])
+    with pytest.raises(ConfigError, match="newest call"):
+        call.attend(0, *tokens(2))
+    newer.attend(0, *tokens(1))
+    empty = runtime.admit()
+    with pytest.raises(ConfigError, match=r"requests with a past.*extend"):
+        runtime.step([request, empty])
+    with pytest.raises(ConfigError, match="distinct requests"):
+        runtime.step([request, request])
+    with pytest.raises(ConfigError, match="one count each"):
+        runtime.extend([request], [1, 2])
+    for requests, counts in (([], []), ([request], [0]), ([request, empty], [3, -1])):
+        with pytest.raises(ConfigError, match="at least one new token and no negative count"):
+            runtime.extend(requests, counts)
+    for action in (lambda: runtime.step([99]), lambda: runtime.finish([99]), lambda: runtime.length(99)):  # type: ignore[list-item, arg-type]
+        with pytest.raises(ConfigError, match="request 99"):
+            action()
+    with pytest.raises(ConfigError, match="request 99"):
+        runtime.extend([request, 99], [1, 1])  # type: ignore[list-item]
+    assert runtime.length(request) == 9, "refused calls add nothing"
+    with pytest.raises(UnknownName, match="eager"):
+        Runtime("streaming_llm", Budget(0), backend="eagre")
+    with pytest.raises(UnknownName, match="gqa_quest"):
+        Runtime("gqa_quest_sparse_atention", Budget(0))
+
+
+def test_a_finish_that_names_an_unknown_request_ends_nothing() -> None:
+    runtime, request, call = opened()
+    call.attend(0, *tokens(2))
+    for wrong in ([request, 99], [request, request]):
+        with pytest.raises(ConfigError):
+            runtime.finish(wrong)
+        assert runtime.length(request) == 8
+
+
+def test_a_missed_layer_is_refused() -> None:
+    runtime = PoisonedRuntime("gqa_quest_sparse_attention", Budget(2), page_size=4)
+    request = runtime.admit()
+    call = runtime.extend([request], [6])
+    call.attend(0, *tokens(6)), call.attend(1, *tokens(6))
+    runtime.step([request]).attend(0, *tokens(1))
+    with pytest.raises(ConfigError, match=r"layers \[1\] did not attend"):
+        runtime.step([request])
+
+
+def test_a_layer_that_comes_late_is_refused() -> None:
+    """Its K and V would have a hole: the request's past was never stored."""
+    runtime, request, call = opened()
+    with pytest.raises(ConfigError, match=r"layer 1.*past"):
+        call.attend(1, *tokens(2))
+    call.attend(0, *tokens(2))
+    runtime.finish([request])
+    request = runtime.admit()
+    call = runtime.extend([request], [2])
+    call.attend(0, *tokens(2))
+    assert call.attend(1, *tokens(2)).out.isfinite().all(), "nobody has a past any more"
+
+
+def test_a_broken_forward_pass_can_be_given_up() -> None:
+    """Finishing the requests whose tokens were half stored makes the runtime usable again."""
+    twin = twin_of("gqa_h2o_sparse_attention")
+    kept, broken = twin.admit(2)
+    twin.extend([kept, broken], [30, 40])
+    twin.runtime.step([broken]).attend(0, *twin.draw(0, 1))
+    with pytest.raises(ConfigError, match=r"layers \[1\]"):
+        twin.step([kept])
+    twin.finish([broken])
+    twin.step([kept])
+    (again,) = twin.admit()
+    twin.extend([again, kept], [33, 0])
+    twin.step([kept, again])
+    twin.check_storage()
+
+
+def test_reference_is_float64() -> None:
+    twin = twin_of("h2o_token_sparse_attention")
+    twin.extend(twin.admit(), [6])
+    (result, _) = twin.step([0])  # type: ignore[list-item]
+    segment = next(iter(twin.segments.values()))
+    assert segment.k[0].dtype is F64 and segment.state[2]["heavy"].dtype is F64 and result.out.dtype is torch.float32
