@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 
 from kvsieve.errors import FlowError
 from kvsieve.flow import BUILTIN_FIELDS, Flow, PageFields, definition_of, extra_parameters
-from kvsieve.ops import NodeView, Refused, Shape, kind_of
-from kvsieve.ops.reduce import show
-from kvsieve.tracing import EXAMPLE_PAGES, FlowMethod, Trace, decomposed, export
+from kvsieve.ops import Shape, show
+from kvsieve.segment import SegmentGraph, checked_graph
+from kvsieve.tracing import EXAMPLE_PAGES, export
+from kvsieve.watch import FlowMethod
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,6 @@ class FieldSpec:
         for size in self.shape:
             count *= size
         return count * (self.dtype or kv_dtype).itemsize
-
-
-@dataclass(frozen=True)
-class SegmentGraph:
-    """A flow method for one segment, checked. ``outputs`` maps names to the nodes that compute them."""
-
-    trace: Trace
-    shape_of: Callable[[fx.Node], Shape]
-    nodes: tuple[fx.Node, ...]
-    outputs: Mapping[str, fx.Node]
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Inputs that the outputs depend on."""
-        return tuple(name for name, node in self.trace.inputs.items() if node in self.nodes)
 
 
 @dataclass(frozen=True)
@@ -133,11 +118,13 @@ def _trace_summarize(flow: Flow, geometry: Geometry) -> tuple[SegmentGraph | Non
         fields = method.flow.summarize(inputs["k"], inputs["v"])  # type: ignore[misc]
         _check_fields(method, fields, "summary fields")
         names.extend(fields)
-        return [fields[name].clone() if any(fields[name] is x for x in inputs.values()) else fields[name] for name in fields]
+        return [
+            fields[name].clone() if any(fields[name] is x for x in inputs.values()) else fields[name] for name in fields
+        ]
 
     k = torch.randn(geometry.page_size, geometry.head_dim)
     v = torch.randn(geometry.page_size, geometry.v_head_dim)
-    graph = _checked(method, export(method, call, {"k": k, "v": v}, frozenset()), names)
+    graph = checked_graph(method, export(method, call, {"k": k, "v": v}, frozenset()), names)
     unknown = sorted(set(flow.summary_dtypes) - set(names))
     if unknown:
         raise method.fail(f"summary_dtypes names {', '.join(unknown)}", f"name fields of summarize: {', '.join(names)}")
@@ -191,10 +178,12 @@ def _trace_score(
             if not isinstance(state[name], torch.Tensor):
                 raise method.fail(f"state {name!r} is {type(state[name]).__name__}", "return a tensor")
         names.extend(["scores", *state])
-        return [value.clone() if any(value is x for x in inputs.values()) else value for value in (scores, *state.values())]
+        return [
+            value.clone() if any(value is x for x in inputs.values()) else value for value in (scores, *state.values())
+        ]
 
     examples = _score_examples(geometry, summaries, states)
-    graph = _checked(method, export(method, call, examples, frozenset(examples) - {"q"}), names)
+    graph = checked_graph(method, export(method, call, examples, frozenset(examples) - {"q"}), names)
     _check_outputs(method, graph, states)
     return graph
 
@@ -212,7 +201,9 @@ def _score_examples(
     }
     for name, spec in {**summaries, **states}.items():
         dtype = compute_dtype(spec.dtype)
-        examples[name] = torch.randn(w, *spec.shape) if dtype.is_floating_point else torch.ones(w, *spec.shape, dtype=dtype)
+        examples[name] = (
+            torch.randn(w, *spec.shape) if dtype.is_floating_point else torch.ones(w, *spec.shape, dtype=dtype)
+        )
     return examples
 
 
@@ -252,124 +243,3 @@ def _check_outputs(method: FlowMethod, graph: SegmentGraph, states: Mapping[str,
                 "cast it, or change the dtype in init_state",
                 method.location_of_node(node),
             )
-
-
-def _checked(method: FlowMethod, trace: Trace, names: list[str]) -> SegmentGraph:
-    """Check every node; ops that are not in the table are tried again in core ATen ops."""
-    _refuse_effects(method, trace)
-    graph = _segment_graph(trace, names)
-    strange = [node for node in graph.nodes if node.op == "call_function" and not _known(node)]
-    if strange:
-        core = _segment_graph(decomposed(trace, lambda op: kind_of(op) is not None), names)
-        if any(node.op == "call_function" and not _known(node) for node in core.nodes):
-            raise _unsupported(method, graph, strange[0])
-        graph = core
-    for node in graph.nodes:
-        _check_node(method, graph, node)
-    return graph
-
-
-def _segment_graph(trace: Trace, names: list[str]) -> SegmentGraph:
-    sizes = {
-        size.node.expr
-        for node in trace.inputs.values()
-        for size in node.meta["val"].shape
-        if isinstance(size, torch.SymInt)
-    }
-
-    def shape_of(node: fx.Node) -> Shape:
-        return tuple(_size(size, sizes) for size in node.meta["val"].shape)
-
-    needed: set[fx.Node] = set()
-    pending = list(trace.outputs)
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending.extend(node.all_input_nodes)
-    ordered = tuple(node for node in trace.graph.nodes if node in needed)
-    return SegmentGraph(trace, shape_of, ordered, dict(zip(names, trace.outputs, strict=True)))
-
-
-def _size(size: Any, page_sizes: set[Any]) -> int | None:
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    return None if size.node.expr in page_sizes else -1  # -1: a size computed from W; _check_node refuses it
-
-
-def _known(node: fx.Node) -> bool:
-    return kind_of(node.target) is not None or is_getitem(node) or is_symbolic(node)
-
-
-def is_getitem(node: fx.Node) -> bool:
-    """True for the selection of one result of an op with several."""
-    return getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[0], fx.Node)
-
-
-def is_symbolic(node: fx.Node) -> bool:
-    """True for integer arithmetic on sizes."""
-    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
-
-
-def _refuse_effects(method: FlowMethod, trace: Trace) -> None:
-    for node in trace.graph.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.name == "aten::detach_":
-            continue
-        name, where = node.target._overloadpacket.__name__, method.location_of_node(node)
-        if node.target._schema.is_mutable:
-            raise method.fail(f"op {name} changes a tensor in place", "use the form that returns a new tensor", where)
-        if torch.Tag.nondeterministic_seeded in node.target.tags:
-            raise method.fail(
-                f"op {name} draws random numbers", "draw them once in __init__ and keep them on the flow", where
-            )
-        if name in ("item", "_local_scalar_dense"):
-            raise method.fail(
-                "takes a number out of a tensor with .item()", "keep it a tensor: the method is traced, not run", where
-            )
-
-
-def _unsupported(method: FlowMethod, graph: SegmentGraph, node: fx.Node) -> FlowError:
-    target = node.target
-    name = target._overloadpacket.__name__ if isinstance(target, torch._ops.OpOverload) else str(target)
-    shapes = ", ".join(show(graph.shape_of(x)) for x in node.all_input_nodes if isinstance(x.meta.get("val"), torch.Tensor))
-    return method.fail(
-        f"op {name} on {shapes} is not in the op set",
-        "use the ops of docs/ops.md, or add a row to kvsieve.ops",
-        method.location_of_node(node),
-    )
-
-
-def _check_node(method: FlowMethod, graph: SegmentGraph, node: fx.Node) -> None:
-    value = node.meta.get("val")
-    where = method.location_of_node(node)
-    if isinstance(value, torch.Tensor):
-        shape = graph.shape_of(node)
-        if -1 in shape or shape.count(None) > 1:
-            inputs = ", ".join(show(graph.shape_of(x)) for x in node.all_input_nodes if isinstance(x.meta["val"], torch.Tensor))
-            sizes = ", ".join(str(size) for size in value.shape)
-            raise method.fail(
-                f"op {getattr(node.target, '__name__', node.target)} on {inputs} makes [{sizes}], which pairs or folds pages",
-                "a page may meet other pages only in a reduction, softmax, cumsum or pooling over the page axis",
-                where,
-            )
-    if node.op != "call_function" or is_getitem(node) or is_symbolic(node):
-        return
-    kind = kind_of(node.target)
-    assert kind is not None
-    try:
-        kind.check(NodeView(node, graph.shape_of))
-        _check_sizes(node)
-    except Refused as refusal:
-        raise method.fail(f"op {refusal.problem}", refusal.remedy, where) from None
-
-
-def _check_sizes(node: fx.Node) -> None:
-    """A page count may shape a tensor, but not become a value: the graph runs for many segments at once."""
-    shapers = ("expand", "view", "reshape", "_unsafe_view", "full", "zeros", "ones", "new_full", "new_zeros", "new_ones")
-    name = node.target._overloadpacket.__name__  # type: ignore[union-attr]
-    if name in (*shapers, "broadcast_to", "slice", "unflatten"):
-        return
-    if any(is_symbolic(argument) for argument in node.all_input_nodes):
-        raise Refused(
-            f"{name} computes with the number of pages", "use mean, or sum a tensor of ones over the page axis"
-        )

@@ -1,4 +1,4 @@
-"""One-segment graphs to batched ragged graphs. Written once: eager runs the result, other backends compile or print it."""
+"""One-segment graphs to batched ragged graphs. Eager runs the result, other backends compile or print it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from kvsieve.graph import SegmentGraph, is_getitem, is_symbolic
 from kvsieve.ops import Batch, NodeView, Value, kind_of
+from kvsieve.segment import SegmentGraph, is_getitem, is_symbolic
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def lower(segment: SegmentGraph) -> Program:
     for node in segment.nodes:
         if node.op == "call_function" and not is_symbolic(node):
             batch.env[node] = _lower_node(segment, node, batch)
-    graph.output(tuple(_output(batch, batch[node]).node for node in segment.outputs.values()))
+    graph.output(tuple(batch.expanded(batch[node]).node for node in segment.outputs.values()))
     graph.eliminate_dead_code()
     graph.lint()
     return Program(fx.GraphModule(root, graph), names, tuple(segment.outputs))
@@ -59,12 +59,3 @@ def _lower_node(segment: SegmentGraph, node: fx.Node, batch: Batch) -> Value | t
     kind = kind_of(node.target)
     assert kind is not None
     return kind.lower(NodeView(node, segment.shape_of), batch)
-
-
-def _output(batch: Batch, value: Value) -> fx.Proxy:
-    """Outputs are batched even where a flow returns a constant."""
-    proxy = value.proxy
-    if not value.batched:
-        proxy = proxy.expand([batch.segments, *batch.sizes(value.shape)])
-    assert isinstance(proxy, fx.Proxy)
-    return proxy

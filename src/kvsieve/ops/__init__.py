@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
-from kvsieve.ops import contract, elementwise, reduce, shape
-from kvsieve.ops.view import Batch, NodeView, Refused, Shape, Value
+from kvsieve.ops import along, contract, elementwise, index, reduce, shape
+from kvsieve.ops.view import Batch, NodeView, Refused, Shape, Value, show
 
-__all__ = ["Batch", "NodeView", "OpKind", "Refused", "Shape", "Value", "kind_of", "op_name", "table"]
+__all__ = ["Batch", "NodeView", "OpKind", "Refused", "Shape", "Value", "kind_of", "op_name", "show", "table"]
 
 
 class OpKind(Protocol):
@@ -28,28 +28,32 @@ class OpKind(Protocol):
 
 def _build() -> dict[str, OpKind]:
     rows: dict[str, OpKind] = dict.fromkeys(elementwise.NAMES, elementwise.Elementwise())
+    rows |= dict.fromkeys(elementwise.COPY_NAMES, elementwise.Copy())
     rows |= dict.fromkeys(elementwise.CREATE_NAMES, elementwise.Create())
     rows |= dict.fromkeys(reduce.IDENTITY, reduce.Reduction())
-    rows |= dict.fromkeys(("softmax", "_softmax"), reduce.AlongAxis(torch.softmax, -reduce.INFINITY))
-    rows |= dict.fromkeys(("log_softmax", "_log_softmax"), reduce.AlongAxis(torch.log_softmax, -reduce.INFINITY))
-    rows["cumsum"] = reduce.AlongAxis(torch.cumsum, 0.0)
-    rows["cumprod"] = reduce.AlongAxis(torch.cumprod, 1.0)
-    rows |= dict.fromkeys(("sort", "topk", "median", "argmax", "argmin", "flip"), reduce.WithinPage())
-    rows["avg_pool1d"] = reduce.Pool1d("avg")
-    rows["max_pool1d_same"] = reduce.Pool1d("max")
+    rows |= dict.fromkeys(("softmax", "_softmax"), along.AlongAxis(torch.softmax, -reduce.INFINITY))
+    rows |= dict.fromkeys(("log_softmax", "_log_softmax"), along.AlongAxis(torch.log_softmax, -reduce.INFINITY))
+    rows["logcumsumexp"] = along.AlongAxis(torch.logcumsumexp, -reduce.INFINITY)
+    rows["cumsum"] = along.AlongAxis(torch.cumsum, 0.0)
+    rows["cumprod"] = along.AlongAxis(torch.cumprod, 1.0)
+    within = ("sort", "topk", "kthvalue", "median", "argmax", "argmin", "flip", "cummax", "cummin")
+    rows |= dict.fromkeys(within, along.WithinPage())
+    rows["avg_pool1d"] = along.AvgPool()
+    rows["max_pool1d"] = along.MaxPool()
     reshapes = ("reshape", "view", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze")
     rows |= dict.fromkeys(reshapes, shape.Reshape())
     permutes = ("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "numpy_T", "mT")
     rows |= dict.fromkeys(permutes, shape.Permute())
     rows |= dict.fromkeys(("expand", "expand_as", "broadcast_to"), shape.Expand())
-    rows |= dict.fromkeys(("slice", "select", "narrow", "index_select"), shape.Slice())
-    rows["index"] = shape.Index()
+    rows |= dict.fromkeys(("slice", "select", "narrow"), index.Slice())
+    rows |= dict.fromkeys(("index", "index_select", "embedding"), index.Index())
+    rows["gather"] = index.Gather()
+    rows |= dict.fromkeys(("pad", "constant_pad_nd"), shape.Pad())
     rows |= dict.fromkeys(("cat", "concat", "concatenate", "stack"), shape.Join())
     rows |= dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind"), shape.Split())
     rows |= dict.fromkeys(("matmul", "mm", "bmm", "mv", "dot"), contract.Matmul())
     rows["linear"] = contract.Linear()
     rows["einsum"] = contract.Einsum()
-    rows |= dict.fromkeys(("max.other", "min.other"), elementwise.Elementwise())
     return rows
 
 

@@ -7,8 +7,7 @@ from string import ascii_letters
 import torch
 from torch import fx
 
-from kvsieve.ops.reduce import show
-from kvsieve.ops.view import Batch, NodeView, Proxy, Refused, Value
+from kvsieve.ops.view import Batch, NodeView, Proxy, Refused, Value, show
 
 REMEDY = "reduce over pages with sum, mean or softmax; products may run over head_dim or tokens of a page"
 
@@ -21,7 +20,7 @@ class Matmul:
         assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
         left, right = view.shape_of(a), view.shape_of(b)
         if left[-1] is None or right[-2 if len(right) > 1 else 0] is None:
-            raise Refused(f"{view.op._overloadpacket.__name__} of {show(left)} and {show(right)} sums over pages", REMEDY)
+            raise Refused(f"{view.name} of {show(left)} and {show(right)} sums over pages", REMEDY)
 
     def lower(self, view: NodeView, batch: Batch) -> Value:
         a, b = (batch[node] for node in view.node.args if isinstance(node, fx.Node))
@@ -52,20 +51,19 @@ class Linear:
 
 
 class Einsum:
-    """``torch.einsum`` with an explicit output; the batch adds one letter to every operand that varies."""
+    """``torch.einsum``: in the batch, every operand that varies has one letter more."""
 
     def check(self, view: NodeView) -> None:
-        arguments = view.args()
-        inputs, output = _letters(arguments["equation"])
-        for letters, node in zip(inputs, arguments["tensors"], strict=True):
+        inputs, output, nodes = _letters(view)
+        for letters, node in zip(inputs, nodes, strict=True):
             axis = view.page_axis(node)
             if axis is not None and letters[axis] not in output:
-                raise Refused(f"einsum {arguments['equation']!r} sums over pages (letter {letters[axis]!r})", REMEDY)
+                shapes = ", ".join(show(view.shape_of(operand)) for operand in nodes)
+                raise Refused(f"einsum {view.args()['equation']!r} of {shapes} sums over pages", REMEDY)
 
     def lower(self, view: NodeView, batch: Batch) -> Value:
-        arguments = view.args()
-        inputs, output = _letters(arguments["equation"])
-        values = [batch[node] for node in arguments["tensors"]]
+        inputs, output, nodes = _letters(view)
+        values = [batch[node] for node in nodes]
         segment = next(letter for letter in ascii_letters if letter not in "".join(inputs) + output)
         terms = [segment + term if value.batched else term for term, value in zip(inputs, values, strict=True)]
         batched = any(value.batched for value in values)
@@ -90,9 +88,19 @@ def batched_matmul(batch: Batch, a: Value, b: Value) -> Proxy:
     return product
 
 
-def _letters(equation: str) -> tuple[list[str], str]:
-    equation = equation.replace(" ", "")
-    if "->" not in equation or "." in equation:
-        raise Refused(f"einsum {equation!r} has no explicit output, or an ellipsis", "write it as 'ab,cb->ac'")
-    left, output = equation.split("->")
-    return left.split(","), output
+def _letters(view: NodeView) -> tuple[list[str], str, list[fx.Node]]:
+    """Letters of each operand and of the output, ellipsis and implicit output spelled out, and the operands."""
+    arguments = view.args()
+    nodes = arguments["tensors"]
+    left, arrow, output = arguments["equation"].replace(" ", "").partition("->")
+    terms = left.split(",")
+    spare = [letter for letter in ascii_letters if letter not in left]
+    widths = [
+        view.rank(node) - len(term.replace("...", "")) if "..." in term else 0
+        for term, node in zip(terms, nodes, strict=True)
+    ]
+    dots = "".join(spare[: max(widths)])
+    inputs = [term.replace("...", dots[len(dots) - width :]) for term, width in zip(terms, widths, strict=True)]
+    if not arrow:
+        output = "..." + "".join(sorted(letter for letter in set(left) - set(",.") if left.count(letter) == 1))
+    return inputs, output.replace("...", dots), nodes

@@ -10,15 +10,32 @@ from torch import fx
 from kvsieve.ops.view import Batch, NodeView, Value
 
 _DROPPED = ("device", "layout", "pin_memory", "memory_format", "non_blocking", "copy")
+_DIVISIONS = ("div", "floor_divide", "remainder", "fmod")
 
-NAMES = (
-    "add sub rsub mul div floor_divide remainder fmod pow square maximum minimum fmax fmin neg abs sign sgn exp exp2 "
-    "expm1 log log2 log10 log1p sqrt rsqrt reciprocal sigmoid log_sigmoid tanh sin cos atan atan2 erf relu gelu silu softplus "
-    "leaky_relu elu hardtanh clamp clamp_min clamp_max lerp addcmul addcdiv where masked_fill eq ne lt le gt ge "
-    "logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor __and__ __or__ "
-    "__xor__ floor ceil round trunc frac isnan isinf isfinite nan_to_num hypot xlogy to _to_copy type_as clone "
-    "contiguous detach detach_ alias lift_fresh_copy full_like zeros_like ones_like"
-).split()
+_NAMES = (
+    "add sub rsub mul div floor_divide remainder fmod pow square maximum minimum max.other min.other fmax fmin neg "
+    "abs sign sgn copysign exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sigmoid log_sigmoid tanh sin "
+    "cos tan asin acos atan atan2 sinh cosh asinh acosh atanh erf erfc relu gelu silu softplus leaky_relu elu "
+    "hardtanh clamp clamp_min clamp_max lerp addcmul addcdiv where masked_fill eq ne lt le gt ge logical_and "
+    "logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor __and__ __or__ __xor__ floor "
+    "ceil round trunc frac isnan isinf isfinite nan_to_num hypot xlogy full_like zeros_like ones_like"
+)
+NAMES = tuple(_NAMES.split())
+
+COPY_NAMES = (
+    "to",
+    "_to_copy",
+    "type_as",
+    "clone",
+    "contiguous",
+    "detach",
+    "detach_",
+    "alias",
+    "lift_fresh_copy",
+    "dropout",
+)
+
+CREATE_NAMES = ("full", "zeros", "ones", "new_full", "new_zeros", "new_ones", "scalar_tensor", "arange")
 
 
 class Elementwise:
@@ -30,14 +47,29 @@ class Elementwise:
     def lower(self, view: NodeView, batch: Batch) -> Value:
         rank = len(view.shape)
         values = [batch[node] for node in view.node.all_input_nodes]
-        batched = any(value.batched for value in values)
+        if view.name in _DIVISIONS and not view.dtype(view.node).is_floating_point:
+            values = [batch.filled(value, 1) for value in values]  # padding may hold a zero divisor, which raises
+        aligned = dict(zip(view.node.all_input_nodes, values, strict=True))
 
         def swap(argument: Any) -> Any:
-            return batch.align(batch[argument], rank) if isinstance(argument, fx.Node) else argument
+            return batch.align(aligned[argument], rank) if isinstance(argument, fx.Node) else argument
 
         kwargs = {key: swap(value) for key, value in view.node.kwargs.items() if key not in _DROPPED}
         proxy = view.op(*(swap(argument) for argument in view.node.args), **kwargs)
-        return Value(proxy, view.shape, batched)
+        return Value(proxy, view.shape, any(value.batched for value in values))
+
+
+class Copy:
+    """Casts, copies, idle dropout, moves between devices: only the dtype matters, the batch stays on its device."""
+
+    def check(self, view: NodeView) -> None:
+        pass
+
+    def lower(self, view: NodeView, batch: Batch) -> Value:
+        node = view.node.all_input_nodes[0]
+        source, dtype = batch[node], view.dtype(view.node)
+        proxy = source.proxy if view.dtype(node) is dtype else source.proxy.to(dtype)
+        return Value(proxy, source.shape, source.batched)
 
 
 class Create:
@@ -47,17 +79,13 @@ class Create:
         pass
 
     def lower(self, view: NodeView, batch: Batch) -> Value:
-        name = view.op._overloadpacket.__name__
-        arguments = view.args()
-        dtype = view.node.meta["val"].dtype
-        if name.startswith("arange"):
+        arguments: dict[str, Any] = view.args()
+        dtype, name = view.dtype(view.node), view.name
+        if name == "arange":
             start, step = arguments.get("start") or 0, arguments.get("step") or 1
             proxy = torch.arange(start, arguments["end"], step, dtype=dtype, device=batch.device)
         else:
-            fill = {"zeros": 0, "new_zeros": 0, "ones": 1, "new_ones": 1, "scalar_tensor": arguments.get("s")}
-            number = fill[name] if name in fill else arguments["fill_value"]
-            proxy = torch.full(batch.sizes(view.shape), number, dtype=dtype, device=batch.device)
+            fill = {"zeros": 0, "new_zeros": 0, "ones": 1, "new_ones": 1}
+            number: Any = fill[name] if name in fill else arguments.get("fill_value", arguments.get("s"))
+            proxy = torch.full(batch.sizes(view.shape, False), number, dtype=dtype, device=batch.device)
         return Value(proxy, view.shape, False)
-
-
-CREATE_NAMES = ("full", "zeros", "ones", "new_full", "new_zeros", "new_ones", "scalar_tensor", "arange")

@@ -1,4 +1,4 @@
-"""Ops along an axis: reductions, softmax, cumulative sums, pooling. Over the page axis they see real pages only."""
+"""Reductions. Over the page axis they see the segment's own pages only: padding is replaced by the identity."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
-from kvsieve.ops.view import Batch, NodeView, Proxy, Refused, Value
+from kvsieve.ops.view import Batch, NodeView, Proxy, Refused, Shape, Value, show, unpack
 
 INFINITY = float("inf")
 
@@ -29,171 +30,96 @@ IDENTITY: dict[str, float] = {
 }
 
 
-def shifted(value: Value, axes: Sequence[int]) -> tuple[int, ...]:
-    """Axes of one segment as axes of the lowered value."""
-    return tuple(axis + 1 for axis in axes) if value.batched else tuple(axes)
-
-
-def masked(batch: Batch, value: Value, axes: Sequence[int], identity: float, floating: bool) -> Value:
+def masked(batch: Batch, value: Value, axes: Sequence[int], identity: float, dtype: torch.dtype) -> Value:
     """The value with padding replaced by the identity if the page axis is among ``axes``."""
     if value.page_axis is None or value.page_axis not in axes:
         return value
-    number: float | int | bool = identity if floating else bool(identity)
-    return Value(batch.filled(value, number), value.shape, True)
+    return batch.filled(value, _number(identity, dtype))
+
+
+def cast(value: Value, dtype: torch.dtype | None) -> Value:
+    """The value in the dtype that an op was asked to compute in, if it was."""
+    return value if dtype is None else Value(value.proxy.to(dtype), value.shape, value.batched)
 
 
 class Reduction:
-    """sum, mean, amax, amin, prod, any, all, var, std, logsumexp, vector norm; also max/min along one axis."""
+    """sum, mean, amax, amin, prod, any, all, var, std, logsumexp, vector norm; also max and min along one axis."""
 
     def check(self, view: NodeView) -> None:
-        arguments = view.args()
-        node = arguments["self"] if "self" in arguments else arguments["input"]
-        name = view.op._overloadpacket.__name__
-        axes = view.axes(node, arguments.get("dim"))
-        if view.page_axis(node) not in axes:
-            return
-        if name in ("max", "min") and "dim" in arguments and _uses_indices(view):
+        node, axes, arguments = _operand(view)
+        if view.page_axis(node) in axes and _is_pair(view.name, arguments) and _uses_indices(view):
             raise Refused(
-                f"{name} over the page axis is asked for indices, which depend on what else is in the window",
-                f"use a{name} for the value, or pages['position'] where it equals the {name}",
+                f"{view.name} over the page axis is asked for indices, which depend on what else is in the window",
+                f"use a{view.name} for the value, or pages['position'] where it equals the {view.name}",
             )
-        if not view.floating(node) and name not in ("sum", "any", "all"):
-            raise Refused(f"{name} over the page axis of a {node.meta['val'].dtype} tensor", "cast it to float first")
+        if 0 in (view.shape_of(node)[axis] for axis in axes) and view.name not in ("sum", "prod", "any", "all"):
+            raise Refused(
+                f"{view.name} over an empty axis of {show(view.shape_of(node))}", "reduce at least one element"
+            )
 
     def lower(self, view: NodeView, batch: Batch) -> Value | tuple[Value, ...]:
-        arguments = view.args()
-        node = arguments["self"] if "self" in arguments else arguments["input"]
-        name = view.op._overloadpacket.__name__
-        source = batch[node]
-        axes = view.axes(node, arguments.get("dim"))
-        over_pages = source.page_axis is not None and source.page_axis in axes
+        node, axes, arguments = _operand(view)
+        dtype = arguments.get("dtype")
+        source = cast(batch[node], dtype)
         keepdim = bool(arguments.get("keepdim", False))
-        if name in ("max", "min") and arguments.get("dim") is not None and not over_pages:
-            return _tuple_op(view, batch, view.op, source, axes[0], keepdim)
-        value = masked(batch, source, axes, IDENTITY[name], view.floating(node))
-        dims = shifted(value, axes)
-        if over_pages and name in ("mean", "var", "std"):
-            others = math.prod(source.shape[axis] or 1 for axis in axes)
-            proxy = self._moment(name, batch, value, dims, keepdim, others, arguments)
+        shape = _reduced(source.shape, axes, keepdim)
+        if not source.rank:  # torch lets a scalar be reduced over "its" axis 0
+            source, axes, keepdim = Value(source.proxy[..., None], (1,), source.batched), (0,), False
+        pair, over_pages = _is_pair(view.name, arguments), source.page_axis in axes
+        if pair and not over_pages:
+            return unpack(view, view.op(source.proxy, *source.shifted(axes), keepdim), source.batched)
+        identity = INFINITY if arguments.get("ord", 0) < 0 else IDENTITY[view.name]
+        value = masked(batch, source, axes, identity, dtype or view.dtype(node))
+        if over_pages and view.name in ("mean", "var", "std"):
+            proxy = _moment(view.name, batch, value, axes, keepdim, arguments)
         else:
-            proxy = self._reduce(name, value.proxy, dims, keepdim, arguments) if dims else value.proxy
-        shape = view.shape_of(view.node) if name not in ("max", "min") else _reduced(source.shape, axes, keepdim)
+            proxy = _reduce(view.name, value.proxy, value.shifted(axes), keepdim, arguments)
         result = Value(proxy, shape, value.batched)
-        return (result,) if name in ("max", "min") and arguments.get("dim") is not None else result
-
-    def _reduce(self, name: str, x: Proxy, dims: tuple[int, ...], keepdim: bool, arguments: dict[str, Any]) -> Proxy:
-        if name in ("amax", "max"):
-            return torch.amax(x, dims, keepdim)
-        if name in ("amin", "min"):
-            return torch.amin(x, dims, keepdim)
-        if name == "linalg_vector_norm":
-            return torch.linalg.vector_norm(x, arguments["ord"], dims, keepdim)
-        if name == "prod":
-            for dim in reversed(dims):
-                x = torch.prod(x, dim, keepdim)
-            return x
-        if name in ("var", "std"):
-            return getattr(torch, name)(x, dims, correction=_correction(arguments), keepdim=keepdim)
-        return getattr(torch, name)(x, dims, keepdim)
-
-    def _moment(
-        self,
-        name: str,
-        batch: Batch,
-        value: Value,
-        dims: tuple[int, ...],
-        keepdim: bool,
-        others: int,
-        arguments: dict[str, Any],
-    ) -> Proxy:
-        """Mean, variance or deviation over each segment's own pages (times ``others`` elements a page)."""
-        count = batch.count(value.rank) * others
-        mean = torch.sum(value.proxy, dims, True) / count
-        if name != "mean":
-            centred = batch.filled(Value(value.proxy - mean, value.shape, True), 0.0)
-            mean = torch.sum(centred * centred, dims, True) / torch.clamp(count - _correction(arguments), min=0)
-            mean = torch.sqrt(mean) if name == "std" else mean
-        return mean if keepdim else torch.squeeze(mean, dims)
+        return (result,) if pair else result
 
 
-class AlongAxis:
-    """Shape-preserving ops along one axis: softmax, log_softmax, cumsum, cumprod; the identity hides the padding."""
-
-    def __init__(self, function: Any, identity: float) -> None:
-        self.function, self.identity = function, identity
-
-    def check(self, view: NodeView) -> None:
-        pass
-
-    def lower(self, view: NodeView, batch: Batch) -> Value:
-        arguments = view.args()
-        node = arguments["self"]
-        axes = view.axes(node, arguments["dim"])
-        value = masked(batch, batch[node], axes, self.identity, view.floating(node))
-        proxy = self.function(value.proxy, shifted(value, axes)[0]) if axes else self.function(value.proxy[..., None], -1)[..., 0]
-        return Value(proxy, view.shape, value.batched)
+def _operand(view: NodeView) -> tuple[fx.Node, tuple[int, ...], dict[str, Any]]:
+    arguments = view.args()
+    node = arguments["self"]
+    return node, view.axes(node, arguments.get("dim")), arguments
 
 
-class WithinPage:
-    """Ops along an axis that must not be the page axis: sort, topk, median, argmax, argmin, flip, logcumsumexp."""
-
-    def check(self, view: NodeView) -> None:
-        arguments = view.args()
-        node = arguments["self"]
-        dims = arguments["dims"] if "dims" in arguments else arguments.get("dim")
-        if dims is None:
-            raise Refused(f"{view.op._overloadpacket.__name__} without dim flattens its input", "name the dim")
-        if view.page_axis(node) in view.axes(node, dims):
-            name = view.op._overloadpacket.__name__
-            raise Refused(
-                f"{name} over the page axis of {show(view.shape_of(node))}",
-                "pages are ranked by the runtime: return the scores, or use a statistic (sum, mean, amax, softmax, cumsum)",
-            )
-
-    def lower(self, view: NodeView, batch: Batch) -> Value | tuple[Value, ...]:
-        arguments = dict(view.args())
-        node = arguments.pop("self")
-        source = batch[node]
-        key = "dims" if "dims" in arguments else "dim"
-        axes = shifted(source, view.axes(node, arguments[key]))
-        arguments[key] = list(axes) if key == "dims" else axes[0]
-        result = view.op(source.proxy, **arguments)
-        if isinstance(view.node.meta["val"], torch.Tensor):
-            return Value(result, view.shape, source.batched)
-        return _unpack(view, result, source.batched)
+def _is_pair(name: str, arguments: dict[str, Any]) -> bool:
+    return name in ("max", "min") and "dim" in arguments
 
 
-class Pool1d:
-    """avg_pool1d, max_pool1d over the last axis; over the page axis the length must stay W (SnapKV's vote)."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def check(self, view: NodeView) -> None:
-        pass  # a changed page count shows in the output shape, which graph.py refuses for every op
-
-    def lower(self, view: NodeView, batch: Batch) -> Value:
-        arguments = view.args()
-        source = batch[arguments["x" if self.name == "max" else "self"]]
-        last = source.rank - 1
-        value = masked(batch, source, (last,), -INFINITY if self.name == "max" else 0.0, True)
-        if self.name == "max":
-            size = arguments["kernel_size"]
-            pooled = torch.nn.functional.max_pool1d(torch.flatten(value.proxy, 0, -2), size, 1, size // 2)
-        elif source.page_axis == last and not arguments["count_include_pad"]:
-            ones = torch.where(batch.mask(source.rank, last), torch.ones_like(value.proxy), 0.0)
-            inside = {**arguments, "count_include_pad": True}
-            pooled = _avg_pool(value.proxy, inside) / _avg_pool(ones, inside)
-        else:
-            pooled = _avg_pool(value.proxy, arguments)
-        sizes: list[Any] = batch.sizes(view.shape)
-        sizes = [batch.segments, *sizes] if value.batched else sizes
-        return Value(torch.reshape(pooled, sizes), view.shape, value.batched)
+def _uses_indices(view: NodeView) -> bool:
+    return any(user.args[1] == 1 and user.users for user in view.node.users)
 
 
-def _avg_pool(x: Proxy, arguments: dict[str, Any]) -> Proxy:
-    names = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad")
-    return torch.nn.functional.avg_pool1d(torch.flatten(x, 0, -2), *(arguments[name] for name in names))
+def _reduce(name: str, x: Proxy, dims: tuple[int, ...], keepdim: bool, arguments: dict[str, Any]) -> Proxy:
+    if name in ("max", "min"):
+        return getattr(torch, "a" + name)(x, dims, keepdim)
+    if name == "linalg_vector_norm":
+        return torch.linalg.vector_norm(x, arguments["ord"], dims, keepdim)
+    if name == "prod":
+        for dim in reversed(dims):
+            x = torch.prod(x, dim, keepdim)
+        return x
+    if name in ("var", "std"):
+        return getattr(torch, name)(x, dims, correction=_correction(arguments), keepdim=keepdim)
+    return getattr(torch, name)(x, dims, keepdim)
+
+
+def _moment(
+    name: str, batch: Batch, value: Value, axes: tuple[int, ...], keepdim: bool, arguments: dict[str, Any]
+) -> Proxy:
+    """Mean, variance or deviation over each segment's own pages (and the elements of a page, if reduced too)."""
+    dims = value.shifted(axes)
+    count = batch.count(value.rank) * math.prod(
+        size for size in (value.shape[axis] for axis in axes) if size is not None
+    )
+    result = torch.sum(value.proxy, dims, True) / count
+    if name != "mean":
+        centred = batch.filled(Value(value.proxy - result, value.shape, True), 0.0).proxy
+        result = torch.sum(centred * centred, dims, True) / torch.clamp(count - _correction(arguments), min=0)
+        result = torch.sqrt(result) if name == "std" else result
+    return result if keepdim else torch.squeeze(result, dims)
 
 
 def _correction(arguments: dict[str, Any]) -> float:
@@ -202,26 +128,17 @@ def _correction(arguments: dict[str, Any]) -> float:
     return 1.0 if arguments["correction"] is None else float(arguments["correction"])
 
 
-def _reduced(shape: Sequence[int | None], axes: Sequence[int], keepdim: bool) -> tuple[int | None, ...]:
+def _reduced(shape: Shape, axes: Sequence[int], keepdim: bool) -> Shape:
     if keepdim:
         return tuple(1 if axis in axes else size for axis, size in enumerate(shape))
     return tuple(size for axis, size in enumerate(shape) if axis not in axes)
 
 
-def _uses_indices(view: NodeView) -> bool:
-    return any(user.args[1] == 1 and user.users for user in view.node.users)
-
-
-def _tuple_op(view: NodeView, batch: Batch, op: Any, source: Value, axis: int, keepdim: bool) -> tuple[Value, ...]:
-    (dim,) = shifted(source, (axis,)) if source.rank else (-1,)
-    return _unpack(view, op(source.proxy, dim, keepdim), source.batched)
-
-
-def _unpack(view: NodeView, result: Proxy, batched: bool) -> tuple[Value, ...]:
-    shapes = {user.args[1]: view.shape_of(user) for user in view.node.users}
-    return tuple(Value(result[index], shapes.get(index, ()), batched) for index in range(max(shapes, default=0) + 1))
-
-
-def show(shape: Sequence[int | None]) -> str:
-    """A one-segment shape for messages: the page axis prints as W."""
-    return "[" + ", ".join("W" if size is None else str(size) for size in shape) + "]"
+def _number(identity: float, dtype: torch.dtype) -> float | bool:
+    """The identity as a number of ``dtype``: integers have no infinity."""
+    if dtype.is_floating_point:
+        return identity
+    if dtype is torch.bool:
+        return identity > 0
+    limits = torch.iinfo(dtype)
+    return int(min(max(identity, limits.min), limits.max))

@@ -35,6 +35,11 @@ class NodeView:
     def op(self) -> Any:
         return self.node.target
 
+    @property
+    def name(self) -> str:
+        """The op's name without overload: ``add``."""
+        return str(self.op._overloadpacket.__name__)
+
     def args(self) -> dict[str, Any]:
         """All arguments by name, defaults included."""
         bound = {}
@@ -58,16 +63,27 @@ class NodeView:
     def rank(self, node: fx.Node) -> int:
         return len(self.shape_of(node))
 
+    def axis(self, node: fx.Node, dim: int) -> int:
+        """``dim`` counted from the front.
+
+        Raises:
+            Refused: the tensor has no such dim (fake tensors do not notice).
+        """
+        rank = max(self.rank(node), 1)
+        if not -rank <= dim < rank:
+            raise Refused(f"{self.name} on {show(self.shape_of(node))}: there is no dim {dim}", "name a dim it has")
+        return dim % rank
+
     def axes(self, node: fx.Node, dim: int | Sequence[int] | None) -> tuple[int, ...]:
         """Non-negative, sorted axes that ``dim`` names; None or an empty list names all."""
-        rank = self.rank(node)
         if dim is None or (not isinstance(dim, int) and len(dim) == 0):
-            return tuple(range(rank))
-        dims = [dim] if isinstance(dim, int) else list(dim)
-        return tuple(sorted(axis % rank for axis in dims)) if rank else ()
+            return tuple(range(self.rank(node)))
+        named = sorted(self.axis(node, axis) for axis in ([dim] if isinstance(dim, int) else dim))
+        return tuple(named) if self.rank(node) else ()
 
-    def floating(self, node: fx.Node) -> bool:
-        return bool(node.meta["val"].dtype.is_floating_point)
+    def dtype(self, node: fx.Node) -> torch.dtype:
+        dtype: torch.dtype = node.meta["val"].dtype
+        return dtype
 
 
 @dataclass(frozen=True)
@@ -85,6 +101,10 @@ class Value:
     @property
     def page_axis(self) -> int | None:
         return self.shape.index(None) if None in self.shape else None
+
+    def shifted(self, axes: Sequence[int]) -> tuple[int, ...]:
+        """Axes of one segment as axes of the lowered value."""
+        return tuple(axis + 1 for axis in axes) if self.batched else tuple(axes)
 
 
 class Batch:
@@ -107,10 +127,6 @@ class Batch:
     def segments(self) -> Proxy:
         return self.anchor.shape[0]
 
-    @property
-    def width(self) -> Proxy:
-        return self.valid.shape[1]
-
     def __getitem__(self, node: fx.Node) -> Value:
         value = self.env[node]
         assert isinstance(value, Value)
@@ -124,6 +140,10 @@ class Batch:
                 proxy = torch.unsqueeze(proxy, 1)
         return proxy
 
+    def expanded(self, value: Value) -> Proxy:
+        """The value with the segment axis, whether it varies over segments or not."""
+        return value.proxy if value.batched else value.proxy.expand(self.sizes(value.shape, True))
+
     def mask(self, rank: int, axis: int) -> Proxy:
         """``valid`` shaped to broadcast against ``[N, *shape]`` with the page axis at ``axis``."""
         mask = self.valid
@@ -133,10 +153,12 @@ class Batch:
             mask = torch.unsqueeze(mask, -1)
         return mask
 
-    def filled(self, value: Value, number: float | bool) -> Proxy:
-        """The value, batched, with padded pages replaced by ``number``."""
-        assert value.page_axis is not None
-        return torch.where(self.mask(value.rank, value.page_axis), value.proxy, number)
+    def filled(self, value: Value, number: float | bool) -> Value:
+        """The value with padded pages replaced by ``number``; itself if it has no page axis."""
+        if value.page_axis is None:
+            return value
+        proxy = torch.where(self.mask(value.rank, value.page_axis), value.proxy, number)
+        return Value(proxy, value.shape, True)
 
     def count(self, rank: int) -> Proxy:
         """Pages of each segment as float32 ``[N, 1, ..., 1]`` with ``rank`` singleton axes."""
@@ -145,6 +167,18 @@ class Batch:
             count = torch.unsqueeze(count, -1)
         return count
 
-    def sizes(self, shape: Shape) -> list[Proxy | int]:
-        """One-segment sizes with the page axis as the padded width."""
-        return [self.width if size is None else size for size in shape]
+    def sizes(self, shape: Shape, batched: bool) -> list[Proxy | int]:
+        """Sizes of a lowered value, the page axis as the padded width."""
+        sizes = [self.valid.shape[1] if size is None else size for size in shape]
+        return [self.segments, *sizes] if batched else sizes
+
+
+def unpack(view: NodeView, results: Proxy, batched: bool) -> tuple[Value, ...]:
+    """The results of an op with several, as far as the flow uses them."""
+    shapes: dict[Any, Shape] = {user.args[1]: view.shape_of(user) for user in view.node.users}
+    return tuple(Value(results[index], shapes.get(index, ()), batched) for index in range(max(shapes, default=0) + 1))
+
+
+def show(shape: Sequence[int | None]) -> str:
+    """A one-segment shape for messages: the page axis prints as W."""
+    return "[" + ", ".join("W" if size is None else str(size) for size in shape) + "]"
