@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from kvsieve.budget import Budget
 from kvsieve.errors import ConfigError, FlowError, Location, UnknownName
@@ -192,6 +193,33 @@ def with_dtype(flow: Flow, dtype: torch.dtype) -> Flow:
     for key, value in vars(flow).items():
         object.__setattr__(twin, key, cast(value))
     return twin
+
+
+class DoublePrecision(TorchFunctionMode):
+    """While entered, a flow's methods compute in float64: what they make in, or cast to, float32 is float64 instead.
+
+    Without it, the ``.float()`` or ``torch.eye(n)`` of a flow would round, or fail, among the reference's tensors.
+    """
+
+    def __enter__(self) -> DoublePrecision:
+        self._default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.set_default_dtype(self._default)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def widen(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        return func(*map(widen, args), **{key: widen(value) for key, value in (kwargs or {}).items()})
 
 
 def extra_parameters(flow: Flow) -> frozenset[str]:

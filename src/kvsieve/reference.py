@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from kvsieve.budget import Budget
-from kvsieve.flow import Flow, PageFields, check_flow, extra_parameters, with_dtype
+from kvsieve.flow import DoublePrecision, Flow, PageFields, check_flow, extra_parameters, with_dtype
 
 F64 = torch.float64
 
@@ -97,7 +97,8 @@ class ReferenceSegment:
         self.v.append(v.to(F64))
         if len(self.k) % self.page_size == 0 and self.flow.summarize:
             page = slice(len(self.k) - self.page_size, len(self.k))
-            self.summaries.append(self.flow.summarize(torch.stack(self.k[page]), torch.stack(self.v[page])))
+            with DoublePrecision():
+                self.summaries.append(self.flow.summarize(torch.stack(self.k[page]), torch.stack(self.v[page])))
 
     def _score(
         self, q: torch.Tensor, window: range, always: bool
@@ -117,7 +118,8 @@ class ReferenceSegment:
                 fields[name] = torch.stack([rows[i][name] for i in window])
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         extra = {name: {"layer": self.layer, "scale": scale}[name] for name in extra_parameters(self.flow)}
-        result = self.flow.score(q.to(F64), PageFields(fields), **extra)
+        with DoublePrecision():
+            result = self.flow.score(q.to(F64), PageFields(fields), **extra)
         return result if isinstance(result, tuple) else (result, {})
 
     def _attend(self, q: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
