@@ -274,7 +274,7 @@ def test_state_starts_at_its_initial_value_and_moves_under_budget(page_size: int
     twin.extend([request, other], [2 * p + 1, 1])
     state, rows = twin.pool(0).state, twin.runtime.tables[request].rows
     assert (state["seen"][:, rows] == torch.tensor([5, -3])).all() and (state["ages"][:, rows] == 0.25).all()
-    steps_in_window = {page: 0 for page in range(9)}
+    steps_in_window = dict.fromkeys(range(9), 0)
     for length in range(2 * p + 2, 8 * p):
         twin.step([request, other])
         for page in range(1, -(-length // p) - 2):

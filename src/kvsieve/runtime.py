@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -99,6 +100,17 @@ class Runtime:
         self._previous: Call | None = None
         self._counted = ReadStats()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        """A runtime with requests and memory of its own; flows, graphs and backends never change and are shared."""
+        shared = [self.flow, self.backend, self._prepared]
+        for graphs, prepared in self._prepared.values():
+            shared += [graphs, prepared]
+        memo.update({id(thing): thing for thing in shared})
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
+        return twin
+
     def admit(self) -> RequestId:
         """A new, empty request."""
         return self.tables.admit()
@@ -173,7 +185,8 @@ class Runtime:
         received = (k.shape[1], k.shape[2], v.shape[2], q.shape[1] // k.shape[1], k.dtype, scale)
         if expected != received:
             raise ConfigError(
-                f"layer {index}: expected (KV heads, K width, V width, group, dtype, scale) {expected}, received {received}"
+                f"layer {index}: expected (KV heads, K width, V width, group, dtype, scale) {expected}, "
+                f"received {received}"
             )
         pool.reserve(self.tables.block_allocator.capacity, self.tables.row_allocator.capacity)
         return layer
@@ -184,8 +197,8 @@ class Runtime:
         past = [request for request in self.tables if self.length(request) > new.get(request, 0)]
         if past:
             raise ConfigError(
-                f"layer {index}: expected its first attend in the first call, received requests {past} with a past that "
-                "it has not stored; finish them first"
+                f"layer {index}: expected its first attend in the first call, received requests {past} with a past "
+                "that it has not stored; finish them first"
             )
 
     def _new_layer(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> _Layer:
