@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TEXT := examples/jargon.txt
-GENERATE := $(BIN)/kvsieve generate --model smollm2 --prompt-file $(TEXT) --budget-tokens 512 --max-new-tokens 64 --compare
+GENERATE := $(BIN)/kvsieve generate --model smollm2 --prompt-file $(TEXT) --budget-tokens 512 --max-new-tokens 48 --compare
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
