@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 import kvsieve.paging.pool
 from support import poison
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # a worker a core: threads that wait for each other cost minutes
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,76 @@
+"""The real small model: under budget its own tokens, above it only what was selected is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from test_transformers import Poisoning, generate
+from transformers import DynamicCache
+
+from kvsieve import Budget, SparseCache
+from kvsieve.models import load_model
+
+TEXT = (Path(__file__).parent.parent / "examples" / "jargon.txt").read_text(encoding="utf-8")
+AMPLE = Budget(5000)
+
+
+@pytest.fixture(scope="module")
+def small() -> Any:
+    return load_model("smollm2")
+
+
+@pytest.fixture(scope="module")
+def ids(small: Any) -> torch.Tensor:
+    tokens: torch.Tensor = small[1](TEXT, return_tensors="pt").input_ids
+    return tokens
+
+
+def both(model: Any, ids: torch.Tensor, mask: torch.Tensor, flow: str, page_size: int) -> tuple[Any, Any]:
+    model.set_attn_implementation("sdpa")
+    expected = generate(model, ids, DynamicCache(config=model.config), new=16, attention_mask=mask, pad_token_id=0)
+    model.set_attn_implementation("kvsieve")
+    cache = SparseCache(model.config, flow=flow, budget=AMPLE, page_size=page_size)
+    return expected, generate(model, ids, cache, new=16, attention_mask=mask, pad_token_id=0)
+
+
+@pytest.mark.parametrize("flow,page_size", [("gqa_quest_sparse_attention", 16), ("h2o_token_sparse_attention", 1)])
+@pytest.mark.parametrize("length", [5, 100, 1500])
+def test_under_budget_greedy_tokens_are_the_models_own(
+    small: Any, ids: torch.Tensor, length: int, flow: str, page_size: int
+) -> None:
+    prompt = ids[:, :length]
+    expected, received = both(small[0], prompt, torch.ones_like(prompt), flow, page_size)
+    assert torch.equal(received[0], expected[0])
+    torch.testing.assert_close(received[1], expected[1], rtol=0, atol=2e-4)
+
+
+def test_under_budget_a_ragged_batch_is_the_models_own(small: Any, ids: torch.Tensor) -> None:
+    lengths = [5, 100, 1500]
+    batch, mask = torch.zeros(3, 1500, dtype=torch.long), torch.zeros(3, 1500, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        batch[row, 1500 - length :] = ids[0, :length]
+        mask[row, 1500 - length :] = 1
+    expected, received = both(small[0], batch, mask, "gqa_quest_sparse_attention", 16)
+    assert torch.equal(received[0], expected[0])
+    torch.testing.assert_close(received[1], expected[1], rtol=0, atol=2e-4)
+
+
+def test_unselected_pages_are_not_read(small: Any, ids: torch.Tensor) -> None:
+    model, prompt, budget = small[0], ids[:, :700], Budget(5)
+    model.set_attn_implementation("kvsieve")
+    results = []
+    for backend in ("eager", Poisoning()):
+        cache = SparseCache(model.config, flow="gqa_quest_sparse_attention", budget=budget, backend=backend)
+        results.append(generate(model, prompt, cache, new=6, pad_token_id=0))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Any:
+    with torch.no_grad():
+        yield
