@@ -200,8 +200,10 @@ class Twin:
     def _check_fields(self, layer: int, request: RequestId, head: int, segment: ReferenceSegment) -> None:
         entry, pool = self.runtime.tables[request], self.pool(layer)
         for page, summary in enumerate(segment.summaries):
-            inputs = torch.stack(segment.k[page * self.page_size : (page + 1) * self.page_size]).abs().max()
-            for name, expected in summary.items():
+            tokens = slice(page * self.page_size, (page + 1) * self.page_size)
+            inputs = max(torch.stack(x[tokens]).abs().max() for x in (segment.k, segment.v))
+            for name, value in summary.items():
+                expected = value.to(F64)
                 stored = pool.summaries[name][head, entry.blocks[page]]
                 error = (stored.to(F64) - expected).abs()
                 rounding = unit_roundoff(stored.dtype) * expected.abs() if stored.is_floating_point() else 0.0
@@ -312,9 +314,8 @@ class Twin:
         carried += [0.0] * (len(segment.state) - len(carried))
         window = slice(self._sink(segment), self._sink(segment) + len(step.scores))
         pool = self.pool(layer)
-        stored = max(
-            (unit_roundoff(x.dtype) for x in pool.summaries.values() if x.dtype is not torch.float32), default=0.0
-        )
+        floating = [field.dtype for field in pool.summaries.values() if field.is_floating_point()]
+        stored = max((unit_roundoff(dtype) for dtype in floating if dtype.itemsize < 4), default=0.0)
         errors = score_error(segment, q, step.scores, window, stored, carried[window])
         if segment.flow.init_state:
             carried[window] = errors.tolist()

@@ -153,8 +153,10 @@ def instantiate(cls: type[Flow], arguments: Mapping[str, Any]) -> Flow:
             raise ConfigError(f"flow {cls.name or cls.__name__}: {key}: expected a number, received NaN")
     try:
         return cls(**arguments)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(f"flow {cls.name or cls.__name__}: {error}") from error
+    except TypeError as error:  # what Python says of a comparison with text names neither argument nor value
+        raise ConfigError(f"flow {cls.name or cls.__name__}: {error}; received {dict(arguments)}") from error
 
 
 def check_flow(flow: Flow, page_size: int, budget: Budget) -> None:
