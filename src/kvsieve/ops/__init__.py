@@ -1,7 +1,7 @@
 """The op table: every ATen op a flow may use, and how one segment becomes many.
 
 A row maps an ATen op name to a kind with two methods: ``check`` refuses what the page axis forbids, ``lower`` writes
-the batched op. Adding an op is one entry here (and one line in tests/test_ops.py).
+the batched op. Adding an op is one entry here (and one line in tests/op_cases.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ __all__ = ["Batch", "NodeView", "OpKind", "Refused", "Shape", "Value", "kind_of"
 
 
 class OpKind(Protocol):
-    """How a family of ops meets the page axis."""
+    """How a family of ops meets the page axis; ``over_pages`` says it in words, for docs/ops.md."""
+
+    over_pages: str
 
     def check(self, view: NodeView) -> None:
         """Raise Refused if the op mixes pages."""

@@ -14,6 +14,8 @@ from kvsieve.ops.view import Batch, NodeView, Proxy, Refused, Value, show, unpac
 class AlongAxis:
     """softmax, log_softmax, cumsum, cumprod, logcumsumexp: over the page axis the identity hides the padding."""
 
+    over_pages = "allowed over the segment's own pages"
+
     def __init__(self, function: Callable[..., Proxy], identity: float) -> None:
         self.function, self.identity = function, identity
 
@@ -35,6 +37,8 @@ class AlongAxis:
 
 class WithinPage:
     """Ops along an axis that must not be the page axis: sort, topk, kthvalue, median, argmax, flip, cummax, ..."""
+
+    over_pages = "refused over pages, which the runtime ranks"
 
     def check(self, view: NodeView) -> None:
         arguments = view.args()
@@ -71,6 +75,8 @@ class WithinPage:
 class AvgPool:
     """avg_pool1d over the last axis; over the page axis the length must stay W (SnapKV's vote)."""
 
+    over_pages = "allowed, if the number of pages stays"
+
     def check(self, view: NodeView) -> None:
         """A changed page count shows in the output shape, which graph.py refuses for every op."""
 
@@ -90,6 +96,8 @@ class AvgPool:
 
 class MaxPool:
     """max_pool1d over the last axis; over the page axis the length must stay W."""
+
+    over_pages = "allowed, if the number of pages stays (odd kernel, stride 1)"
 
     def check(self, view: NodeView) -> None:
         pass

@@ -15,6 +15,8 @@ REMEDY = "reduce over pages with sum, mean or softmax; products may run over hea
 class Matmul:
     """matmul, mm, bmm, mv, dot on two operands."""
 
+    over_pages = "a batch or a row axis, never summed over"
+
     def check(self, view: NodeView) -> None:
         a, b = view.node.all_input_nodes if len(view.node.all_input_nodes) == 2 else (view.node.args[0],) * 2
         assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
@@ -31,6 +33,8 @@ class Matmul:
 class Linear:
     """``torch.nn.functional.linear``: x @ weight.T + bias, with a constant or computed weight."""
 
+    over_pages = "a batch or a row axis, never summed over"
+
     def check(self, view: NodeView) -> None:
         arguments = view.args()
         x, weight = view.shape_of(arguments["input"]), view.shape_of(arguments["weight"])
@@ -40,8 +44,9 @@ class Linear:
     def lower(self, view: NodeView, batch: Batch) -> Value:
         arguments = view.args()
         x, weight = batch[arguments["input"]], batch[arguments["weight"]]
-        turned = Value(torch.transpose(weight.proxy, -1, -2), weight.shape[:-2] + weight.shape[:-3:-1], weight.batched)
-        proxy = batched_matmul(batch, x, turned)
+        if weight.rank > 1:
+            weight = Value(torch.transpose(weight.proxy, -1, -2), weight.shape[::-1], weight.batched)
+        proxy = batched_matmul(batch, x, weight)
         batched = x.batched or weight.batched
         if arguments["bias"] is not None:
             bias = batch[arguments["bias"]]
@@ -52,6 +57,8 @@ class Linear:
 
 class Einsum:
     """``torch.einsum``: in the batch, every operand that varies has one letter more."""
+
+    over_pages = "kept in the output, never summed over"
 
     def check(self, view: NodeView) -> None:
         inputs, output, nodes = _letters(view)

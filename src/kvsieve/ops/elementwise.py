@@ -41,6 +41,8 @@ CREATE_NAMES = ("full", "zeros", "ones", "new_full", "new_zeros", "new_ones", "s
 class Elementwise:
     """Broadcasts its tensor arguments from the right; in the batch, short ones get singleton axes after N."""
 
+    over_pages = "kept: pages meet their own values, and values without a page axis"
+
     def check(self, view: NodeView) -> None:
         """Broadcasting keeps the page axis apart; a shape with two of them is refused for every op alike."""
 
@@ -62,6 +64,8 @@ class Elementwise:
 class Copy:
     """Casts, copies, idle dropout, moves between devices: only the dtype matters, the batch stays on its device."""
 
+    over_pages = "kept; floating results must be float32, moves between devices are ignored"
+
     def check(self, view: NodeView) -> None:
         pass
 
@@ -74,6 +78,8 @@ class Copy:
 
 class Create:
     """A new tensor of one value (``full``, ``zeros``, ``ones``, ``scalar_tensor``, static ``arange``)."""
+
+    over_pages = "may be sized by the page count, never filled with it"
 
     def check(self, view: NodeView) -> None:
         pass

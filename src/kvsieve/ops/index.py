@@ -16,6 +16,8 @@ MASK = "mask pages with torch.where on pages['position'] or pages['age'] instead
 class Slice:
     """slice, select, narrow along one axis that is not the page axis."""
 
+    over_pages = "kept whole"
+
     def check(self, view: NodeView) -> None:
         arguments = view.args()
         node = arguments["self"]
@@ -35,6 +37,8 @@ class Slice:
 
 class Index:
     """``x[:, i]``, ``index_select`` and embedding tables: the indices may be constants or computed, per page too."""
+
+    over_pages = "not indexed; indices may differ by page"
 
     def check(self, view: NodeView) -> None:
         node, indices = _indices(view)
@@ -67,6 +71,8 @@ class Index:
 
 class Gather:
     """``torch.gather`` along an axis that is not the page axis: the elements that each page (or head) picks itself."""
+
+    over_pages = "kept whole; shared by both operands"
 
     def check(self, view: NodeView) -> None:
         arguments = view.args()

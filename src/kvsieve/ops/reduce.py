@@ -45,6 +45,8 @@ def cast(value: Value, dtype: torch.dtype | None) -> Value:
 class Reduction:
     """sum, mean, amax, amin, prod, any, all, var, std, logsumexp, vector norm; also max and min along one axis."""
 
+    over_pages = "reduced over the segment's own pages; max and min give values there, no indices"
+
     def check(self, view: NodeView) -> None:
         node, axes, arguments = _operand(view)
         if view.page_axis(node) in axes and _is_pair(view.name, arguments) and _uses_indices(view):

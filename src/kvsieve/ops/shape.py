@@ -15,6 +15,8 @@ WHOLE = "leave the page axis whole: reduce it (sum, mean, amax, softmax), pool i
 class Reshape:
     """reshape, view, flatten, unflatten, squeeze, unsqueeze: row-major regrouping of the other axes."""
 
+    over_pages = "stays a whole axis; squeeze names its dim"
+
     def check(self, view: NodeView) -> None:
         arguments = view.args()
         node = arguments["self"]
@@ -33,6 +35,8 @@ class Reshape:
 class Permute:
     """permute, transpose, t, T, mT, movedim: any order of axes."""
 
+    over_pages = "moves as a whole"
+
     def check(self, view: NodeView) -> None:
         pass
 
@@ -47,6 +51,8 @@ class Permute:
 class Expand:
     """expand, expand_as, broadcast_to: repeat singleton axes; may create the page axis."""
 
+    over_pages = "kept; may be created from one value"
+
     def check(self, view: NodeView) -> None:
         pass
 
@@ -58,6 +64,8 @@ class Expand:
 
 class Pad:
     """``torch.nn.functional.pad`` with a constant; a padded page axis shows in the output shape."""
+
+    over_pages = "not padded"
 
     def check(self, view: NodeView) -> None:
         mode = view.args().get("mode", "constant")
@@ -74,6 +82,8 @@ class Pad:
 class Join:
     """cat and stack along an axis that is not the page axis."""
 
+    over_pages = "kept, never joined"
+
     def check(self, view: NodeView) -> None:
         """Joining pages shows in the output shape, which graph.py refuses for every op."""
 
@@ -88,6 +98,8 @@ class Join:
 
 class Split:
     """split, chunk, unbind along an axis that is not the page axis."""
+
+    over_pages = "refused over pages"
 
     def check(self, view: NodeView) -> None:
         arguments = view.args()
