@@ -20,6 +20,8 @@ F64 = torch.float64
 SAMPLES = 16
 SIGMAS = 8.0
 """A bound is so many standard deviations: with 16 samples the deviation itself is known to a fifth."""
+UNDERFLOW = 2.0**-106
+"""What float32 may lose below its smallest normal number, 2**-126, times a large factor met on the way."""
 
 # Ops that pick or move values and round nothing.
 EXACT = frozenset(
@@ -36,6 +38,8 @@ SUMS = frozenset(
     "bmm mv dot linear einsum avg_pool1d layer_norm".split()
 )
 
+LOGS = frozenset(("logsumexp", "log_softmax", "_log_softmax"))
+
 
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Half the spacing of numbers at 1: the largest relative error of one rounding."""
@@ -43,20 +47,23 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 class NoisyArithmetic:
-    """Multiplies values by ``1 + u * xi``; seeded, so that a bound is the same in every run."""
+    """Multiplies values by ``1 + u * xi``; with ``u = 0`` it is exact arithmetic."""
 
-    def __init__(self, u: float, seed: int) -> None:
+    def __init__(self, u: float) -> None:
         self.u = u
-        self._random = torch.Generator().manual_seed(seed)
 
     def __call__(self, x: torch.Tensor, times: float = 1.0) -> torch.Tensor:
-        if not x.is_floating_point():
+        if not self.u or not x.is_floating_point():
             return x
-        return x * (1 + times * self.u * torch.randn(x.shape, generator=self._random, dtype=F64))
+        return x * (1 + times * self.u * torch.randn(x.shape, dtype=F64))
+
+    def shifted(self, x: torch.Tensor) -> torch.Tensor:
+        """The error of a logarithm whose argument was rounded: absolute, not relative."""
+        return x + self.u * torch.randn(x.shape, dtype=F64) if self.u else x
 
 
 def spread(
-    compute: Callable[[NoisyArithmetic], Mapping[str, torch.Tensor]], u: float
+    compute: Callable[[NoisyArithmetic], dict[str, torch.Tensor]], u: float
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Exact values and rounding bounds of a computation's named results.
 
@@ -67,17 +74,30 @@ def spread(
     Returns:
         values and bounds by name; a bound is ``SIGMAS`` deviations plus one rounding of the value.
     """
-    exact = dict(compute(NoisyArithmetic(0.0, 0)))
-    total = {name: torch.zeros_like(value, dtype=F64) for name, value in exact.items()}
-    for seed in range(SAMPLES):
-        for name, value in compute(NoisyArithmetic(u, seed)).items():
-            error = torch.nan_to_num((value - exact[name]).to(F64), nan=0.0, posinf=0.0, neginf=0.0)
-            total[name] += error**2
-    bounds = {
-        name: SIGMAS * torch.sqrt(total[name] / SAMPLES) + u * torch.nan_to_num(exact[name].abs().to(F64), posinf=0.0)
-        for name in exact
-    }
+    exact = compute(NoisyArithmetic(0.0))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # a bound is the same in every run
+        noisy = _repeated(lambda: compute(NoisyArithmetic(u)))
+    bounds = {}
+    for name, value in exact.items():
+        error = torch.nan_to_num((noisy[name] - value).to(F64), nan=0.0, posinf=0.0, neginf=0.0)
+        rounding = UNDERFLOW + u * torch.nan_to_num(value.to(F64).abs(), posinf=0.0)
+        bounds[name] = SIGMAS * torch.sqrt((error**2).mean(0)) + rounding
     return exact, bounds
+
+
+def _repeated(run: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """``SAMPLES`` noisy runs side by side: ``[SAMPLES, *shape]`` a name."""
+    anchor = torch.zeros(SAMPLES, dtype=F64)
+    try:
+        # Adding the anchor makes every result depend on the mapped axis, constants included.
+        mapped = torch.func.vmap(
+            lambda zero: {name: value.to(F64) + zero for name, value in run().items()}, randomness="different"
+        )
+        return dict(mapped(anchor))
+    except RuntimeError:  # an op without a batching rule
+        runs = [run() for _ in range(SAMPLES)]
+        return {name: torch.stack([one[name] for one in runs]) for name in runs[0]}
 
 
 def graph_spread(
@@ -115,7 +135,7 @@ def _run_node(node: fx.Node, values: Mapping[fx.Node, Any], arithmetic: NoisyAri
     result = node.target(*args, **kwargs)  # type: ignore[operator]
     if name is None or name in EXACT or not isinstance(result, torch.Tensor):
         return result
-    return arithmetic(result)
+    return arithmetic.shifted(arithmetic(result)) if name in LOGS else arithmetic(result)
 
 
 def _widen(argument: Any) -> Any:
@@ -127,22 +147,28 @@ def attention_spread(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    mask: torch.Tensor,
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
     u: float = 2.0**-24,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Values and rounding bounds of ``out [G, Dv]`` and ``lse [G]`` for q [G, D] over k [T, D], v [T, Dv], float64."""
+    """Values and rounding bounds of ``out [n, G, Dv]`` and ``lse [n, G]``.
+
+    Float64 q [n, G, D] over k [T, D], v [T, Dv], row ``i`` seeing the tokens of ``mask [n, T]``.
+    """
+    hidden = torch.where(mask, 0.0, -torch.inf)[:, None]
 
     def attend(arithmetic: NoisyArithmetic) -> dict[str, torch.Tensor]:
         logits = arithmetic(arithmetic(q, 2.0) @ arithmetic(k, 2.0).T * scale)
         if softcap is not None:
             logits = arithmetic(softcap * arithmetic(torch.tanh(logits / softcap)))
+        logits = logits + hidden
         lse = torch.logsumexp(logits, -1)
         if sinks is not None:
             lse = torch.logaddexp(lse, sinks)
-        lse = arithmetic(lse)
-        weights = arithmetic(torch.exp(arithmetic(logits - lse[:, None])))
+        lse = arithmetic.shifted(arithmetic(lse))
+        weights = arithmetic(torch.exp(logits - lse[..., None]), 2.0)  # vectorised exp is good to an ulp or two
         return {"out": arithmetic(weights @ arithmetic(v, 2.0)), "lse": lse}
 
     return spread(attend, u)

@@ -64,10 +64,9 @@ class SegmentTwin:
         keys, values = torch.stack(self.reference.k), torch.stack(self.reference.v)
         # A dense library kernel may round probabilities to the input's dtype; a float32 one computes in float32.
         u = unit_roundoff(self.dtype)
-        for row in range(len(q)):
-            seen = slice(0, start + row + 1)
-            exact, bound = self._attention(q[row], keys[seen], values[seen], u)
-            compare(numbers, "output", f"{self.place} prefill row {start + row}", out[row], exact["out"], bound["out"])
+        seen = torch.arange(len(keys)) <= torch.arange(start, start + len(q))[:, None]
+        exact, bound = self._attention(q, keys, values, seen, u)
+        compare(numbers, "output", f"{self.place} prefill from {start}", out, exact["out"], bound["out"])
 
     def step(
         self,
@@ -178,21 +177,21 @@ class SegmentTwin:
         tokens = [t for page in result.selection for t in range(page * p, min((page + 1) * p, length))]
         k = torch.stack([self.reference.k[t] for t in tokens])
         v = torch.stack([self.reference.v[t] for t in tokens])
-        exact, bound = self._attention(q, k, v, 2.0**-24)
-        compare(numbers, "lse", self.place, result.lse, exact["lse"], bound["lse"])
+        exact, bound = self._attention(q[None], k, v, torch.ones(1, len(tokens), dtype=torch.bool), 2.0**-24)
+        compare(numbers, "lse", self.place, result.lse, exact["lse"][0], bound["lse"][0])
         limit = storage_bound(bound["out"], exact["out"], result.out.dtype)
-        compare(numbers, "output", self.place, result.out, exact["out"], limit)
+        compare(numbers, "output", self.place, result.out, exact["out"][0], limit[0])
 
     def _finite(self) -> bool:
         """NaN and infinities in K make any attention meaningless: only other requests are judged then."""
         return bool(torch.isfinite(torch.stack(self.reference.k)).all())
 
     def _attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, u: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, u: float
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         reference = self.reference
         scale = q.shape[-1] ** -0.5 if reference.scale is None else reference.scale
-        return attention_spread(q.to(F64), k, v, scale, reference.softcap, reference.sinks, u)
+        return attention_spread(q.to(F64), k, v, mask, scale, reference.softcap, reference.sinks, u)
 
     def _enter(self) -> None:
         """The state of a page that entered with the newest token."""

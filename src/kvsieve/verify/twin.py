@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,8 @@ from kvsieve.flow import Flow
 from kvsieve.graph import FlowGraphs, Geometry, trace_flow
 from kvsieve.paging.allocator import NULL_BLOCK
 from kvsieve.reference import ReferenceSegment
-from kvsieve.runtime import RequestId, Runtime
-from kvsieve.verify.checks import Fault, Numbers, expect
+from kvsieve.runtime import CROP_ROWS, RequestId, Runtime
+from kvsieve.verify.checks import Numbers, expect
 from kvsieve.verify.data import Data, IidData, LayerShape
 from kvsieve.verify.poison import spoil_free_memory
 from kvsieve.verify.segment import SegmentTwin, StepResult
@@ -71,6 +71,7 @@ class Twin:
         self.numbers = Numbers()
         self.requests: dict[RequestId, int] = {}  # tokens that each must have
         self.out: set[RequestId] = set()  # preempted
+        self._floors: dict[RequestId, int] = {}
         self._segments: dict[tuple[int, RequestId, int], SegmentTwin] = {}
         self._families: dict[RequestId, tuple[int, int]] = {}  # family and how many tokens of it are the request's own
         self._graphs = [self._trace(layer) for layer in range(len(options.shapes))]
@@ -84,7 +85,7 @@ class Twin:
         length = self.runtime.length(request)
         p = self.options.page_size
         expect(length % p == 0 and length <= family_pages * p, "life cycle", f"request {request}", f"starts at {length}")
-        self.requests[request] = length
+        self.requests[request] = self._floors[request] = length
         self._families[request] = (family or 0, family_pages * p if family is not None else 0)
         for layer, shape in enumerate(self.options.shapes):
             _, k, v = self._tokens(layer, [request], [0], [length])
@@ -112,6 +113,9 @@ class Twin:
                     segment = self._segments[layer, request, head]
                     segment.extend(self.numbers, q[rows, mine], k[rows, head], v[rows, head], out[rows, mine])
             outs.append(out)
+        for request, start, count in zip(requests, starts, counts, strict=True):
+            if count:
+                self._floors[request] = start if count <= CROP_ROWS else start + count
         self._grow(requests, counts)
         return outs
 
@@ -125,6 +129,7 @@ class Twin:
             result = call.attend(layer, *(x.to(self.options.device) for x in (q, k, v)), **self._attention(layer))
             self._check_step(layer, requests, (q, k, v), result)
             results.append(result)
+        self._floors.update({request: self.requests[request] + 1 for request in requests})
         self._grow(requests, [1] * len(requests))
         return results
 
@@ -138,6 +143,7 @@ class Twin:
         self.runtime.crop(requests, lengths)
         for request, length in zip(requests, lengths, strict=True):
             self.requests[request] = length
+            self._floors[request] = min(self._floors[request], length)
             family, own = self._families[request]
             # Only whole pages stay the family's: what follows is the request's own.
             self._families[request] = family, min(own, length // self.options.page_size * self.options.page_size)
@@ -170,6 +176,10 @@ class Twin:
         for request in requests:
             self._forget(request)
         self._after()
+
+    def crop_floor(self, request: RequestId) -> int:
+        """The length down to which a crop must be exact: the last multi-token call, if it was short and the newest."""
+        return self._floors[request]
 
     # Checks
 
@@ -321,13 +331,14 @@ class Twin:
 
     def _copy(self, source: RequestId, twin: RequestId) -> None:
         self.requests[twin], p = self.requests[source], self.options.page_size
+        self._floors[twin] = self._floors[source]
         family, own = self._families[source]
         self._families[twin] = family, min(own, self.requests[source] // p * p)
         for (layer, _, head), segment in self._of_keys(source):
             self._segments[layer, twin, head] = segment.fork(_place(layer, twin, head))
 
     def _forget(self, request: RequestId) -> None:
-        del self.requests[request], self._families[request]
+        del self.requests[request], self._families[request], self._floors[request]
         self.out.discard(request)
         for key, _ in self._of_keys(request):
             del self._segments[key]
@@ -344,15 +355,6 @@ class Twin:
     ) -> list[Mapping[str, torch.Tensor]]:
         picked = {name: field[head, list(places)].cpu() for name, field in fields.items()}
         return [{name: field[i] for name, field in picked.items()} for i in range(len(places))]
-
-
-def attempt(action: Callable[[], object]) -> Fault | None:
-    """Run a check; its fault, or None."""
-    try:
-        action()
-    except Fault as fault:
-        return fault
-    return None
 
 
 def _place(layer: int, request: RequestId, head: int) -> str:
