@@ -31,6 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 model: $(STAMP)
 	$(BIN)/python -m kvsieve.models smollm2
 
+test: export OMP_NUM_THREADS := 1 # two workers: more threads than cores only wait for each other
 test: model
 	$(BIN)/python -m pytest -n 2 -m 'not slow' $(PYTEST_ARGS)
 

@@ -147,7 +147,8 @@ def instantiate(cls: type[Flow], arguments: Mapping[str, Any]) -> Flow:
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        raise ConfigError(f"flow {cls.name or cls.__name__}: {error}; its arguments are {signature}") from None
+        parameters = ", ".join(str(parameter).replace("'", "") for parameter in signature.parameters.values())
+        raise ConfigError(f"flow {cls.name or cls.__name__}: {error}; its arguments are ({parameters})") from None
     for key, value in arguments.items():
         if isinstance(value, float) and math.isnan(value):
             raise ConfigError(f"flow {cls.name or cls.__name__}: {key}: expected a number, received NaN")

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from kvsieve.errors import FlowError
-from kvsieve.flow import BUILTIN_FIELDS, Flow, PageFields, definition_of, extra_parameters
+from kvsieve.flow import BUILTIN_FIELDS, Flow, PageFields, extra_parameters
 from kvsieve.ops import Shape, show
 from kvsieve.segment import SegmentGraph, checked_graph
 from kvsieve.tracing import EXAMPLE_PAGES, export
 from kvsieve.watch import FlowMethod
+
+RESERVED = frozenset({*BUILTIN_FIELDS, "q", "scores", "mass", "mass_sum"})
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,8 @@ def trace_flow(flow: Flow, geometry: Geometry) -> FlowGraphs:
     state_fields = _state_fields(flow, geometry)
     both = sorted(set(summary_fields) & set(state_fields))
     if both:
-        raise FlowError(
-            type(flow).__name__,
-            f"{', '.join(both)} is both a summary and a state field",
-            "give them different names",
-            definition_of(flow, "init_state"),
+        raise FlowMethod(flow, "init_state").fail(
+            f"{', '.join(both)} is both a summary and a state field", "give them different names"
         )
     score = _trace_score(flow, geometry, summary_fields, state_fields) if flow.score is not None else None
     return FlowGraphs(flow, geometry, summary_fields, state_fields, summarize, score)
@@ -116,7 +114,7 @@ def _trace_summarize(flow: Flow, geometry: Geometry) -> tuple[SegmentGraph | Non
 
     def call(inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         fields = method.flow.summarize(inputs["k"], inputs["v"])  # type: ignore[misc]
-        _check_fields(method, fields, "summary fields")
+        _check_fields(method, fields, "summary field")
         names.extend(fields)
         return [
             fields[name].clone() if any(fields[name] is x for x in inputs.values()) else fields[name] for name in fields
@@ -143,8 +141,11 @@ def _state_fields(flow: Flow, geometry: Geometry) -> dict[str, FieldSpec]:
     try:
         fields = flow.init_state(geometry.page_size, geometry.head_dim)
     except Exception as error:
-        raise method.fail(f"{type(error).__name__}: {error}", "return {name: tensor} for any page size") from error
-    _check_fields(method, fields, "state fields")
+        where = method.location_of_error(error)
+        raise method.fail(
+            f"{type(error).__name__}: {error}", "return {name: tensor} for any page size", where
+        ) from error
+    _check_fields(method, fields, "state field")
     return {name: FieldSpec(tuple(value.shape), value.dtype, value.detach().clone()) for name, value in fields.items()}
 
 
@@ -166,7 +167,7 @@ def _trace_score(
         scores, state = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if not isinstance(scores, torch.Tensor) or not isinstance(state, Mapping):
             raise method.fail(
-                f"returns {type(result).__name__}", "return scores [W], or (scores, {state name: new value [W, ...]})"
+                f"returns {_kind(result)}", "return scores [W], or (scores, {state name: new value [W, ...]})"
             )
         for name in state:
             if name not in states:
@@ -176,7 +177,7 @@ def _trace_score(
                     f"add {name!r} to init_state",
                 )
             if not isinstance(state[name], torch.Tensor):
-                raise method.fail(f"state {name!r} is {type(state[name]).__name__}", "return a tensor")
+                raise method.fail(f"state {name!r} is {_kind(state[name])}", "return a tensor")
         names.extend(["scores", *state])
         return [
             value.clone() if any(value is x for x in inputs.values()) else value for value in (scores, *state.values())
@@ -213,11 +214,20 @@ def compute_dtype(stored: torch.dtype | None) -> torch.dtype:
 
 
 def _check_fields(method: FlowMethod, fields: Any, what: str) -> None:
-    if not isinstance(fields, Mapping) or not all(isinstance(value, torch.Tensor) for value in fields.values()):
-        raise method.fail(f"returns {type(fields).__name__}", "return a dict of name: tensor")
-    taken = sorted(set(fields) & {*BUILTIN_FIELDS, "q", "scores", "mass", "mass_sum"})
-    if taken or not all(isinstance(name, str) and name.isidentifier() for name in fields):
-        raise method.fail(f"{what} {sorted(map(str, fields))} use a reserved name or no identifier", "rename them")
+    if not isinstance(fields, Mapping):
+        raise method.fail(f"returns {_kind(fields)}", "return a dict of name: tensor")
+    for name, value in fields.items():
+        if not isinstance(value, torch.Tensor):
+            raise method.fail(f"{what} {name!r} is {_kind(value)}", "return a dict of name: tensor")
+        if name in RESERVED or not (isinstance(name, str) and name.isidentifier()):
+            raise method.fail(f"{what} {name!r} has a reserved name or no identifier", "rename it")
+        floating = value.dtype.is_floating_point or value.dtype.is_complex
+        if what == "summary field" and floating and value.dtype is not torch.float32:
+            raise method.fail(f"{what} {name!r} is {value.dtype}", "return float32 and name dtypes in summary_dtypes")
+
+
+def _kind(value: object) -> str:
+    return "a tensor" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _check_outputs(method: FlowMethod, graph: SegmentGraph, states: Mapping[str, FieldSpec]) -> None:

@@ -40,7 +40,9 @@ def checked_graph(method: FlowMethod, trace: Trace, names: list[str]) -> Segment
     graph = _segment_graph(trace, names)
     strange = [node for node in graph.nodes if node.op == "call_function" and not _known(node)]
     for node in graph.nodes:
-        if node not in strange:
+        if node in strange:
+            _check_known_size(method, node)
+        else:
             _check_node(method, graph, node)
     if not strange:
         return graph
@@ -157,14 +159,22 @@ def _check_node(method: FlowMethod, graph: SegmentGraph, node: fx.Node) -> None:
         raise method.fail(f"op {refusal.problem}", refusal.remedy, method.location_of_node(node)) from None
 
 
+def _check_known_size(method: FlowMethod, node: fx.Node) -> None:
+    values = node.meta["val"] if isinstance(node.meta["val"], (list, tuple)) else [node.meta["val"]]
+    if any(isinstance(value, torch.Tensor) and "?" in _sizes(value) for value in values):
+        raise method.fail(
+            f"op {op_name(node.target)} on {_operands(node)} makes a size that depends on values",
+            "use torch.where or a mask of 0 and 1",
+            method.location_of_node(node),
+        )
+
+
 def _check_value(graph: SegmentGraph, node: fx.Node) -> None:
     """One page axis at most, and one floating dtype."""
     shape, value = graph.shape_of(node), node.meta["val"]
     made_by = node.args[0] if is_getitem(node) else node
     assert isinstance(made_by, fx.Node)
     name = op_name(made_by.target)
-    if "?" in _sizes(value):
-        raise Refused(f"{name} makes a size that depends on values", "use torch.where or a mask of 0 and 1")
     if -1 in shape or shape.count(None) > 1:
         raise Refused(
             f"{name} on {_operands(node)} makes {_sizes(value)}, which pairs or folds pages",

@@ -104,7 +104,10 @@ def convert(gguf: Path, target: Path) -> None:
     expanded weights move into a plain model first.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     print("expanding the weights, once ...", file=sys.stderr, flush=True)
     source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)

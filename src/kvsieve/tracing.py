@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def export(
 
     shapes = tuple({0: PAGE_AXIS_SIZE} if name in page_inputs else None for name in names)
     try:
-        with _quiet():
+        with _quiet(), fx.traceback.preserve_node_meta():
             program = torch.export.export(Wrapper(), tuple(examples.values()), dynamic_shapes=(shapes,), strict=False)
     except KvsieveError as error:
         raise with_location(method, error) from None
@@ -96,7 +97,23 @@ def _layer_norm(
     return out if bias is None else out + bias, mean, scale
 
 
-_DECOMPOSITIONS = {  # torch's own end in prims, below the op table
+def _tensordot(a: torch.Tensor, b: torch.Tensor, dims_a: list[int], dims_b: list[int]) -> torch.Tensor:
+    first = list(ascii_letters[: a.dim()])
+    second = list(ascii_letters[a.dim() : a.dim() + b.dim()])
+    for i, j in zip(dims_a, dims_b, strict=True):
+        second[j] = first[i]
+    summed = {first[i] for i in dims_a}
+    output = [letter for letter in first + second if letter not in summed]
+    return torch.einsum(f"{''.join(first)},{''.join(second)}->{''.join(output)}", a, b)
+
+
+def _inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return _tensordot(a, b, [-1], [-1]) if a.dim() and b.dim() else a * b
+
+
+_DECOMPOSITIONS = {  # torch's own end in prims, below the op table, or fold the page axis on their way
+    torch.ops.aten.inner.default: _inner,
+    torch.ops.aten.tensordot.default: _tensordot,
     torch.ops.aten.var_mean.correction: _var_mean,
     torch.ops.aten.std_mean.correction: _std_mean,
     torch.ops.aten.native_layer_norm.default: _layer_norm,

@@ -110,16 +110,19 @@ class Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         before = self._guards()
+        line = self._line()
+        if line is not None:  # torch.export would record the frames of nn.Modules only
+            fx.traceback.set_stack_trace([f'File "{line.file}", line {line.line}'])
         try:
             if getattr(func, "__name__", "") in ("max_pool1d", "_max_pool1d", "max_pool1d_with_indices"):
                 return max_pool1d(*args, **kwargs)
             return func(*args, **kwargs)
         except Exception as error:
-            self.failed = error, self._call(func, args, kwargs)
+            self.failed = error, _call(func, args, kwargs, line)
             raise
         finally:
             if self._guards() > before:
-                self.calls.append((self._guards(), self._call(func, args, kwargs)))
+                self.calls.append((self._guards(), _call(func, args, kwargs, line)))
 
     def guard_problem(self) -> tuple[str, Call] | None:
         """The first guard that ties the trace to particular page counts, and the call that made it."""
@@ -137,16 +140,6 @@ class Watch(TorchFunctionMode):
     def _guards(self) -> int:
         return len(self.shape_env.guards) if self.shape_env is not None else 0
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        name = getattr(func, "__name__", str(func))
-        name = {"__getitem__": "indexing", "__setitem__": "assignment", "__get__": "attribute"}.get(
-            name, name.strip("_")
-        )
-        operands = [*args, *kwargs.values()]
-        flat = [x for value in operands for x in (value if isinstance(value, (list, tuple)) else [value])]
-        shapes = ", ".join(_shape(value) for value in flat if isinstance(value, torch.Tensor))
-        return Call(f"op {name} on {shapes}: " if shapes else f"op {name}: ", self._line())
-
     def _line(self) -> Location | None:
         frame: types.FrameType | None = sys._getframe(2)
         while frame is not None:
@@ -154,6 +147,15 @@ class Watch(TorchFunctionMode):
                 return Location(frame.f_code.co_filename, frame.f_lineno)
             frame = frame.f_back
         return None
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], line: Location | None) -> Call:
+    name = getattr(func, "__name__", str(func))
+    name = {"__getitem__": "indexing", "__setitem__": "assignment", "__get__": "attribute"}.get(name, name.strip("_"))
+    operands = [*args, *kwargs.values()]
+    flat = [x for value in operands for x in (value if isinstance(value, (list, tuple)) else [value])]
+    shapes = ", ".join(_shape(value) for value in flat if isinstance(value, torch.Tensor))
+    return Call(f"op {name} on {shapes}: " if shapes else f"op {name}: ", line)
 
 
 def in_pages(expression: object) -> str:
@@ -220,7 +222,7 @@ def explain(method: FlowMethod, watch: Watch, error: Exception) -> FlowError:
     if isinstance(error, FlowError):
         return with_location(method, error)
     call_text = watch.failed[1].text if watch.failed and watch.failed[0] is error else ""
-    first = re.sub(r"\bs\d+\b", "W", (text.strip().splitlines() or [""])[0])
+    first = re.sub(r"\bs\d+\b", "W", text.strip().splitlines()[0]) if call_text else text
     if "is invalid for input of size" in first and "W" in first:
         return method.fail(call_text + "folds the page axis into another", WHOLE, location)
     remedy = "mend this statement; it fails on tensors of the traced shapes"

@@ -13,7 +13,7 @@ import torch
 from kvsieve.ops import along, contract, elementwise, index, reduce, shape
 from kvsieve.ops.view import Batch, NodeView, Refused, Shape, Value, show
 
-__all__ = ["Batch", "NodeView", "OpKind", "Refused", "Shape", "Value", "kind_of", "op_name", "show", "table"]
+__all__ = ["Batch", "NodeView", "OpKind", "Refused", "Shape", "Value", "kind_of", "op_name", "row_of", "show", "table"]
 
 
 class OpKind(Protocol):
@@ -67,7 +67,16 @@ def op_name(target: Any) -> str | None:
     return str(target._overloadpacket.__name__)
 
 
+def row_of(target: Any) -> str | None:
+    """The name of an op's row in the table, or None if flows may not use it."""
+    name = op_name(target)
+    if name is None:
+        return None
+    exact = f"{name}.{target._overloadname}"
+    return exact if exact in table else name if name in table else None
+
+
 def kind_of(target: Any) -> OpKind | None:
     """The table row of an op, or None if flows may not use it."""
-    name = op_name(target)
-    return table.get(f"{name}.{target._overloadname}", table.get(name)) if name else None
+    row = row_of(target)
+    return table[row] if row else None

@@ -60,7 +60,9 @@ class WithinPage:
             arguments["dims"] = list(axes)
         else:
             (arguments["dim"],) = axes
-        result = view.op(source.proxy, **arguments)
+        # torch.median of an expanded tensor reads memory that is not its own (torch 2.13, CPU)
+        proxy = source.proxy.contiguous() if view.name == "median" else source.proxy
+        result = view.op(proxy, **arguments)
         if isinstance(view.node.meta["val"], torch.Tensor):
             return Value(result, view.shape, source.batched)
         return unpack(view, result, source.batched)
