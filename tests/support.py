@@ -55,7 +55,7 @@ class PoisonedRuntime(Runtime):
         rows = [row for request in requests for row in self.tables[request].rows]
         super().finish(requests)
         freed = [block for block in blocks if not self.tables.block_allocator.references(block)]
-        for layer in self._layers.values():
+        for _, layer in self.layers.items():
             spoil(layer.pool, [NULL_BLOCK, *freed], [NULL_BLOCK, *rows])
 
 
@@ -180,7 +180,7 @@ class Twin:
         return q, k, v
 
     def pool(self, layer: int) -> LayerPool:
-        return self.runtime._layers[layer].pool
+        return self.runtime.layers[layer].pool
 
     # Comparisons
 

@@ -187,7 +187,7 @@ def test_state_keeps_the_dtype_of_its_initial_value() -> None:
     q, k, v = (torch.randn(40, heads, 8, generator=generator) for heads in (2, 1, 1))
     runtime.extend([request], [39]).attend(0, q[:39], k[:39], v[:39])
     runtime.step([request]).attend(0, q[39:], k[39:], v[39:])
-    state, rows = runtime._layers[0].pool.state["mean"], runtime.tables[request].rows
+    state, rows = runtime.layers[0].pool.state["mean"], runtime.tables[request].rows
     assert state.dtype is torch.float16
     means = k[:, 0].unflatten(0, (10, 4)).mean(1).to(F64)
     expected = torch.full((10, 8), 0.5, dtype=F64)

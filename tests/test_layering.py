@@ -24,6 +24,8 @@ LAYERS = (
     {"paging"},
     {"plan"},
     {"backends"},
+    {"layers"},
+    {"call"},
     {"runtime"},
     {"models", "smollm2", "verify", "evaluate", "bench", "integrations", "compat"},
     {"cli"},

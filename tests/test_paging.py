@@ -29,6 +29,7 @@ def snapshot(tables: RequestTables) -> dict[str, Any]:
     state["blocks"], state["rows"] = tables.blocks.tolist(), tables.rows.tolist()
     for name in ("block_allocator", "row_allocator"):
         state[name] = vars(state[name])
+    state["prefixes"] = list(vars(tables.prefixes)["_blocks"].items())
     return state
 
 
@@ -124,7 +125,7 @@ class TablesMachine(RuleBasedStateMachine):
         before = snapshot(self.tables)
         old_rows = {request: set(self.tables[request].rows) for request in alive}
         try:
-            entered = self.tables.append(alive, counts)
+            entered = self.tables.append(alive, counts).entered
         except OutOfPages as error:
             assert error.needed > error.free
             assert snapshot(self.tables) == before

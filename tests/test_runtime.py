@@ -313,7 +313,7 @@ def test_bytes_are_counted_from_the_selections(name: str) -> None:
         results = twin.step(requests)
         for layer, (shape, result) in enumerate(zip(SHAPES, results, strict=True)):
             token = (shape.head_dim + shape.v_head_dim) * 4
-            graphs = twin.runtime._layers[layer].graphs
+            graphs = twin.runtime.layers[layer].graphs
             assert graphs is not None
             for i, request in enumerate(requests):
                 length = twin.runtime.length(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvsieve.budget import Budget
-from kvsieve.errors import ConfigError, FlowError, KvsieveError, OutOfPages
+from kvsieve.errors import ConfigError, FlowError, KvsieveError, NotCroppable, OutOfPages
 from kvsieve.flow import Flow, build_flow, list_flows, load_flow, register
 from kvsieve.runtime import Runtime
 
@@ -19,6 +19,7 @@ __all__ = [
     "Flow",
     "FlowError",
     "KvsieveError",
+    "NotCroppable",
     "OutOfPages",
     "Runtime",
     "SparseCache",

@@ -61,3 +61,7 @@ class OutOfPages(KvsieveError, RuntimeError):
             f"out of pages: the call needs {needed} free blocks, the pool has {free}; "
             "nothing was changed. Finish a request or create the pool with more blocks"
         )
+
+
+class NotCroppable(KvsieveError, RuntimeError):
+    """Tokens whose effect on a flow's state cannot be undone. Nothing was changed."""

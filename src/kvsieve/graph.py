@@ -120,8 +120,8 @@ def _trace_summarize(flow: Flow, geometry: Geometry) -> tuple[SegmentGraph | Non
             fields[name].clone() if any(fields[name] is x for x in inputs.values()) else fields[name] for name in fields
         ]
 
-    k = torch.randn(geometry.page_size, geometry.head_dim)
-    v = torch.randn(geometry.page_size, geometry.v_head_dim)
+    k = torch.zeros(geometry.page_size, geometry.head_dim)
+    v = torch.zeros(geometry.page_size, geometry.v_head_dim)
     graph = checked_graph(method, export(method, call, {"k": k, "v": v}, frozenset()), names)
     unknown = sorted(set(flow.summary_dtypes) - set(names))
     if unknown:
@@ -194,16 +194,16 @@ def _score_examples(
 ) -> dict[str, torch.Tensor]:
     w, p = EXAMPLE_PAGES, geometry.page_size
     examples = {
-        "q": torch.randn(geometry.group, geometry.head_dim),
-        "k": torch.randn(w, p, geometry.head_dim),
-        "v": torch.randn(w, p, geometry.v_head_dim),
+        "q": torch.zeros(geometry.group, geometry.head_dim),
+        "k": torch.zeros(w, p, geometry.head_dim),
+        "v": torch.zeros(w, p, geometry.v_head_dim),
         "position": torch.arange(w, dtype=torch.float32) * p,
         "age": torch.arange(w, dtype=torch.float32).flip(0) * p,
     }
     for name, spec in {**summaries, **states}.items():
         dtype = compute_dtype(spec.dtype)
         examples[name] = (
-            torch.randn(w, *spec.shape) if dtype.is_floating_point else torch.ones(w, *spec.shape, dtype=dtype)
+            torch.zeros(w, *spec.shape) if dtype.is_floating_point else torch.ones(w, *spec.shape, dtype=dtype)
         )
     return examples
 

@@ -89,6 +89,11 @@ class ReferenceSegment:
         out, lse = self._attend(q, tokens)
         return ReferenceStep(out, lse, selection, scores)
 
+    def crop(self, length: int) -> None:
+        """Forget the tokens from ``length`` on. State stays as it is, so the caller must not crop into a step."""
+        pages = -(-length // self.page_size)
+        del self.k[length:], self.v[length:], self.state[pages:], self.summaries[length // self.page_size :]
+
     def _write(self, k: torch.Tensor, v: torch.Tensor) -> None:
         if len(self.k) % self.page_size == 0:
             initial = self.flow.init_state(self.page_size, k.shape[-1]) if self.flow.init_state else {}

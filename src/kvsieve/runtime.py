@@ -1,66 +1,31 @@
-"""The life of a request: admit, extend, step, finish, on a pool and a backend. All layers share one runtime."""
+"""The life of a request on a pool and a backend: admit, extend, step, fork, crop, reorder, preempt, resume, finish."""
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kvsieve.backends import Backend, get_backend
-from kvsieve.backends.base import AttentionOptions, Selection
-from kvsieve.budget import Budget, BudgetLike, budget_for_layer
-from kvsieve.errors import ConfigError
-from kvsieve.flow import Flow, build_flow, check_flow, extra_parameters
-from kvsieve.graph import FlowGraphs, Geometry, trace_flow
-from kvsieve.paging.allocator import BlockId
-from kvsieve.paging.pool import LayerPool
+from kvsieve.budget import Budget, BudgetLike
+from kvsieve.call import Attended, Call, ReadStats
+from kvsieve.errors import ConfigError, NotCroppable
+from kvsieve.flow import Flow, build_flow, check_flow
+from kvsieve.layers import Layer, Layers
 from kvsieve.paging.table import RequestId, RequestTables
-from kvsieve.plan import Plan
+
+__all__ = ["CROP_ROWS", "Attended", "Call", "ReadStats", "RequestId", "Runtime"]
 
 DEFAULT_PAGE_SIZE = 16
-
-
-@dataclass
-class ReadStats:
-    """What decode steps read, over all layers, counted from the index lists.
-
-    ``steps``: decode calls. ``kv_bytes``: K and V of the selected tokens. ``field_bytes``: what ``score`` read and
-    wrote. ``dense_bytes``: K and V that dense attention would have read.
-    """
-
-    steps: int = 0
-    kv_bytes: int = 0
-    field_bytes: int = 0
-    dense_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Attended:
-    """A layer's result: ``out [T, Hq, Dv]``; for decode steps also ``lse [B, H, G]``, the selection and the scores."""
-
-    out: torch.Tensor
-    lse: torch.Tensor | None = None
-    selection: Selection | None = None
-    scores: torch.Tensor | None = None
-
-
-@dataclass
-class _Layer:
-    pool: LayerPool
-    group: int
-    graphs: FlowGraphs | None
-    flow: Any
-    budget: Budget | None
-    scale: float
-    tokens_read: torch.Tensor
+CROP_ROWS = 64
+"""A multi-token call of at most so many rows can be cropped into even by a flow that keeps state."""
 
 
 class Runtime:
-    """Runs a flow over requests.
+    """Runs a flow over requests; all layers share one runtime.
 
     Args:
         flow: a flow, or the name of a registered one.
@@ -85,35 +50,42 @@ class Runtime:
         backend: str | Backend = "eager",
     ) -> None:
         self.flow = build_flow(flow) if isinstance(flow, str) else flow
-        self.budget = budget
         self.page_size = page_size if page_size is not None else self.flow.page_size or DEFAULT_PAGE_SIZE
         for one in [budget] if isinstance(budget, Budget) else budget.values():
             check_flow(self.flow, self.page_size, one)
         self.backend = get_backend(backend)
-        self.dense_layers = frozenset(dense_layers)
         # One usable block more than asked for: block 0 is the null block.
         self.tables = RequestTables(
             self.page_size, None if num_blocks is None else num_blocks + 1, self.flow.init_state is not None
         )
-        self._layers: dict[int, _Layer] = {}
-        self._prepared: dict[tuple[Geometry, torch.device], tuple[FlowGraphs, Any]] = {}
-        self._previous: Call | None = None
-        self._counted = ReadStats()
+        self.layers = Layers(self.flow, budget, self.page_size, dense_layers, self.backend)
+        self.counted = ReadStats()
+        self._newest: Call | None = None
+        self._preempted: dict[RequestId, dict[int, dict[str, torch.Tensor]]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """A runtime with requests and memory of its own; flows, graphs and backends never change and are shared."""
-        shared = [self.flow, self.backend, self._prepared]
-        for graphs, prepared in self._prepared.values():
-            shared += [graphs, prepared]
-        memo.update({id(thing): thing for thing in shared})
+        memo.update({id(thing): thing for thing in self.layers.shared()})
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
         return twin
 
-    def admit(self) -> RequestId:
-        """A new, empty request."""
-        return self.tables.admit()
+    def admit(self, keys: Sequence[Hashable] = ()) -> RequestId:
+        """A new request.
+
+        Args:
+            keys: a name for each full page of what is to come, such as a chain hash of token ids, model and adapter.
+                Equal keys must mean equal tokens and equal pasts. The request begins with the longest run of pages
+                that earlier requests stored under the same keys (see :meth:`length`); state starts afresh.
+        """
+        if keys:
+            self._settle()
+        request = self.tables.admit(keys)
+        for _, layer in self.layers.items() if self.tables[request].rows else ():
+            pool = self._reserved(layer).pool
+            pool.enter(torch.tensor(self.tables[request].rows, device=pool.device))
+        return request
 
     def length(self, request: RequestId) -> int:
         """Tokens stored for a request."""
@@ -138,6 +110,76 @@ class Runtime:
             raise ConfigError(f"step: expected requests with a past, received empty ones ({empty}); use extend first")
         return self._open(requests, [1] * len(requests), decode=True)
 
+    def fork(self, request: RequestId) -> RequestId:
+        """A second request with the same past: full pages are shared, the partial one is copied when one of the two
+        writes to it, state is copied now."""
+        self._settle()
+        self._refuse_preempted([request])
+        twin, rows = self.tables.fork(request)
+        self._copy([], rows)
+        return twin
+
+    def crop(self, requests: Sequence[RequestId], lengths: Sequence[int]) -> None:
+        """Forget the tokens of each request from a length on.
+
+        K, V and summaries are exact at any length. State is exact within the request's last multi-token call of at
+        most ``CROP_ROWS`` rows, if nothing came after it.
+
+        Raises:
+            NotCroppable: the flow keeps state and a length lies further back; nothing is changed.
+        """
+        self._settle()
+        self._refuse_preempted(requests)
+        for request, length in zip(requests, lengths, strict=True):
+            entry = self.tables[request]
+            if not 0 <= length <= entry.length:
+                raise ConfigError(f"crop: expected a length in [0, {entry.length}], received {length}")
+            if self.tables.stateful and length < entry.crop_floor:
+                raise NotCroppable(
+                    f"crop of request {request} to {length} tokens: the state of flow {self.flow!r} is exact down to "
+                    f"{entry.crop_floor} only (the last multi-token call of at most {CROP_ROWS} rows); fork the "
+                    "request before going on, or compute it anew"
+                )
+        for request, length in zip(requests, lengths, strict=True):
+            self.tables.crop(request, length)
+
+    def reorder(self, requests: Sequence[RequestId], order: Sequence[int]) -> list[RequestId]:
+        """Beam search: place ``i`` of the result continues ``requests[order[i]]``; sources not named are finished."""
+        if not all(0 <= source < len(requests) for source in order):
+            raise ConfigError(f"reorder: expected places in [0, {len(requests)}), received {list(order)}")
+        self._settle()
+        self._refuse_preempted(requests)
+        used: set[int] = set()
+        result = []
+        for source in order:
+            result.append(self.fork(requests[source]) if source in used else requests[source])
+            used.add(source)
+        self.finish([request for place, request in enumerate(requests) if place not in used])
+        return result
+
+    def preempt(self, request: RequestId) -> None:
+        """Move a request's K, V, summaries and state to the CPU and free its blocks, until :meth:`resume`."""
+        self._settle()
+        self._refuse_preempted([request])
+        entry = self.tables[request]
+        self._preempted[request] = {
+            index: layer.pool.save(entry.blocks, entry.rows) for index, layer in self.layers.items()
+        }
+        self.tables.release(request)
+
+    def resume(self, request: RequestId) -> None:
+        """Bring a preempted request back, bit for bit.
+
+        Raises:
+            OutOfPages: the pool is too small; nothing is changed.
+        """
+        if request not in self._preempted:
+            raise ConfigError(f"resume: expected a preempted request, received {request}")
+        self.tables.restore(request)
+        entry = self.tables[request]
+        for index, saved in self._preempted.pop(request).items():
+            self._reserved(self.layers[index]).pool.load(saved, entry.blocks, entry.rows)
+
     def finish(self, requests: Sequence[RequestId]) -> None:
         """End requests and free their blocks and state.
 
@@ -146,54 +188,81 @@ class Runtime:
         """
         if len({self.tables[request].slot for request in requests}) != len(requests):
             raise ConfigError(f"finish: expected distinct requests, received {list(requests)}")
+        self._remember_prefixes()
         for request in requests:
             self.tables.finish(request)
+            self._preempted.pop(request, None)
 
     @property
     def stats(self) -> ReadStats:
         """What decode steps have read so far."""
-        total = replace(self._counted)
-        for layer in self._layers.values():
+        total = replace(self.counted)
+        for _, layer in self.layers.items():
             pool = layer.pool
             total.kv_bytes += int(layer.tokens_read) * (pool.k.shape[-1] + pool.v.shape[-1]) * pool.dtype.itemsize
         return total
+
+    def is_newest(self, call: Call) -> bool:
+        """Whether layers may still attend this call."""
+        return call is self._newest
+
+    def layer(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Layer:
+        """A layer with room for all tokens of the tables; made when it first attends."""
+        if index not in self.layers:
+            self._refuse_hole(index)
+        return self._reserved(self.layers.get(index, q, k, v, scale))
 
     def _open(self, requests: Sequence[RequestId], counts: Sequence[int], decode: bool) -> Call:
         if len(set(requests)) != len(requests) or len(requests) != len(counts):
             raise ConfigError(f"expected distinct requests, one count each; received {list(requests)}, {list(counts)}")
         if not requests or min(counts) < 0 or not sum(counts):
             raise ConfigError(f"expected at least one new token and no negative count, received {list(counts)}")
-        if self._previous is not None and any(request in self.tables for request in self._previous.grown):
-            missed = sorted(set(self._layers) - self._previous.attended)
-            if missed:
-                raise ConfigError(
-                    f"layers {missed} did not attend the previous call, so their K and V have a hole: let them attend, "
-                    f"or finish its requests {self._previous.grown}"
-                )
-        entered = self.tables.append(requests, counts)
-        self._previous = Call(self, tuple(requests), tuple(counts), entered, decode)
-        self._counted.steps += decode
-        return self._previous
+        self._settle()
+        self._refuse_preempted(requests)
+        growth = self.tables.append(requests, counts)
+        self._copy(growth.copied, [])
+        for request, count in zip(requests, counts, strict=True):
+            entry = self.tables[request]
+            if count:
+                entry.crop_floor = entry.length - count if not decode and count <= CROP_ROWS else entry.length
+        self._newest = Call(self, tuple(requests), tuple(counts), growth.entered, decode)
+        self.counted.steps += decode
+        return self._newest
 
-    def _layer(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> _Layer:
-        if index not in self._layers:
-            self._refuse_hole(index)
-            self._layers[index] = self._new_layer(index, q, k, v, scale)
-        layer = self._layers[index]
-        pool = layer.pool
-        expected = (pool.num_kv_heads, pool.k.shape[-1], pool.v.shape[-1], layer.group, pool.dtype, layer.scale)
-        received = (k.shape[1], k.shape[2], v.shape[2], q.shape[1] // k.shape[1], k.dtype, scale)
-        if expected != received:
+    def _settle(self) -> None:
+        """The newest call is over: all layers must have attended it, unless its requests are finished."""
+        call = self._newest
+        if call is None:
+            return
+        missed = sorted(set(self.layers) - call.attended)
+        if missed and any(request in self.tables for request in call.grown):
             raise ConfigError(
-                f"layer {index}: expected (KV heads, K width, V width, group, dtype, scale) {expected}, "
-                f"received {received}"
+                f"layers {missed} did not attend the previous call, so their K and V have a hole: let them attend, "
+                f"or finish its requests {call.grown}"
             )
-        pool.reserve(self.tables.block_allocator.capacity, self.tables.row_allocator.capacity)
-        return layer
+        self._remember_prefixes()
+        self._newest = None
+
+    def _remember_prefixes(self) -> None:
+        """Offer the pages that the newest call filled to later requests, once every layer has stored them."""
+        call = self._newest
+        if call is None or not call.attended or not call.attended.issuperset(self.layers):
+            return
+        for request in call.grown:
+            if request in self.tables:
+                entry = self.tables[request]
+                full = entry.length // self.page_size
+                for key, block in zip(entry.keys[:full], entry.blocks, strict=False):
+                    self.tables.prefixes.insert(key, block)
+
+    def _refuse_preempted(self, requests: Sequence[RequestId]) -> None:
+        out = [request for request in requests if request in self._preempted]
+        if out:
+            raise ConfigError(f"expected requests that are in the pool, received preempted ones {out}; resume them first")
 
     def _refuse_hole(self, index: int) -> None:
         """A layer that starts when requests have a past would never have stored that past."""
-        new = dict(zip(self._previous.requests, self._previous.counts, strict=True)) if self._previous else {}
+        new = dict(zip(self._newest.requests, self._newest.counts, strict=True)) if self._newest else {}
         past = [request for request in self.tables if self.length(request) > new.get(request, 0)]
         if past:
             raise ConfigError(
@@ -201,151 +270,11 @@ class Runtime:
                 "that it has not stored; finish them first"
             )
 
-    def _new_layer(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> _Layer:
-        heads, head_dim = k.shape[1:]
-        group = q.shape[1] // heads
-        graphs, flow, budget = None, None, None
-        if index not in self.dense_layers:
-            budget = budget_for_layer(self.budget, index)
-            graphs, flow = self._prepare(index, head_dim, v.shape[2], group, scale, k.device)
-        pool = LayerPool(
-            heads,
-            self.page_size,
-            head_dim,
-            v.shape[2],
-            k.dtype,
-            k.device,
-            graphs.summary_fields if graphs else {},
-            graphs.state_fields if graphs else {},
-        )
-        return _Layer(pool, group, graphs, flow, budget, scale, torch.zeros((), dtype=torch.int64, device=k.device))
+    def _reserved(self, layer: Layer) -> Layer:
+        layer.pool.reserve(self.tables.block_allocator.capacity, self.tables.row_allocator.capacity)
+        return layer
 
-    def _prepare(
-        self, index: int, head_dim: int, v_head_dim: int, group: int, scale: float, device: torch.device
-    ) -> tuple[FlowGraphs, Any]:
-        wanted = extra_parameters(self.flow)
-        geometry = Geometry(
-            self.page_size,
-            head_dim,
-            v_head_dim,
-            group,
-            scale if "scale" in wanted else None,
-            index if "layer" in wanted else 0,
-        )
-        if (geometry, device) not in self._prepared:
-            graphs = trace_flow(self.flow, geometry)
-            reason = self.backend.refusal(graphs)
-            if reason is not None:
-                raise ConfigError(f"backend {self.backend.name} refuses flow {self.flow!r}: {reason}")
-            self._prepared[geometry, device] = graphs, self.backend.prepare(graphs, device)
-        return self._prepared[geometry, device]
-
-
-class Call:
-    """One forward pass: every layer attends it once. It owns its plan, so a later call cannot change it."""
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        requests: tuple[RequestId, ...],
-        counts: tuple[int, ...],
-        entered: list[BlockId],
-        decode: bool,
-    ) -> None:
-        self.runtime, self.requests, self.counts, self.decode = runtime, requests, counts, decode
-        self.attended: set[int] = set()
-        self._entered = entered
-        self._plans: dict[torch.device, Plan] = {}
-
-    @property
-    def grown(self) -> list[RequestId]:
-        """Requests that got tokens."""
-        return [request for request, count in zip(self.requests, self.counts, strict=True) if count]
-
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> Attended:
-        """Store the new tokens of a layer and attend them.
-
-        Args:
-            layer: layer index; once per call.
-            q: [T, Hq, D], the requests' new tokens one after the other.
-            k: [T, H, D]. v: [T, H, Dv].
-            scale: attention scale; None: ``D ** -0.5``.
-            softcap: logits become ``softcap * tanh(logits / softcap)``.
-            sinks: sink logits [Hq], added to the softmax's denominator.
-        """
-        if self is not self.runtime._previous or layer in self.attended:
-            raise ConfigError(f"layer {layer}: expected one attend per layer and call, in the newest call")
-        _check_tensors(layer, sum(self.counts), q, k, v)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        _check_options(layer, q.shape[1], scale, softcap, sinks)
-        state = self.runtime._layer(layer, q, k, v, scale)
-        heads = state.pool.num_kv_heads
-        options = AttentionOptions(scale, softcap, None if sinks is None else sinks.reshape(heads, state.group))
-        plan = self._plan(k.device)
-        writes, pool, backend = plan.writes, state.pool, self.runtime.backend
-        pool.write(writes.blocks, writes.offsets, k, v)
-        pool.enter(writes.entered)
-        if state.graphs is not None:
-            backend.summarize(state.flow, pool, writes.filled)
-        self.attended.add(layer)
-        grouped = q.unflatten(1, (heads, state.group))
-        if not self.decode:
-            return Attended(backend.prefill(grouped, k, v, pool, plan.rows, options).flatten(1, 2))
-        return self._step(state, grouped, plan, options)
-
-    def _step(self, layer: _Layer, q: torch.Tensor, plan: Plan, options: AttentionOptions) -> Attended:
-        backend, pool, graphs = self.runtime.backend, layer.pool, layer.graphs
-        everything = Budget(0, 0, 1, 1.0)
-        scoring = graphs is not None and graphs.score is not None
-        quota = plan.quota(layer.budget or everything, scoring, bool(graphs and graphs.state_writes))
-        scores = None
-        if quota.window is not None:
-            scores = backend.score(layer.flow, q[quota.window.requests], pool, quota.window)
-        selection = backend.select(scores, quota, pool.num_kv_heads)
-        out, lse = backend.attend(q, pool, plan.rows, selection, options)
-        self._count(layer, plan, selection, quota.window.total_pages if quota.window else 0)
-        return Attended(out.flatten(1, 2), lse, selection, scores)
-
-    def _count(self, layer: _Layer, plan: Plan, selection: Selection, scored_pages: int) -> None:
-        pool, counted = layer.pool, self.runtime._counted
-        layer.tokens_read += selection.tokens(pool.page_size, plan.rows.lengths_tensor).sum()
-        token = (pool.k.shape[-1] + pool.v.shape[-1]) * pool.dtype.itemsize
-        counted.dense_bytes += sum(plan.rows.lengths) * pool.num_kv_heads * token
-        if layer.graphs is not None:
-            counted.field_bytes += scored_pages * pool.num_kv_heads * layer.graphs.score_bytes_per_page(pool.dtype)
-
-    def _plan(self, device: torch.device) -> Plan:
-        if device not in self._plans:
-            self._plans[device] = Plan(self.runtime.tables, self.requests, self.counts, self._entered, device)
-        return self._plans[device]
-
-
-def _check_tensors(layer: int, tokens: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Refuse tensors that contradict each other, before anything is stored."""
-    fits = q.dim() == k.dim() == v.dim() == 3 and q.shape[0] == k.shape[0] == v.shape[0] == tokens
-    if not fits or k.shape[1] != v.shape[1] or q.shape[1] % max(1, k.shape[1]) or q.shape[2] != k.shape[2]:
-        raise ConfigError(
-            f"layer {layer}: expected q [{tokens}, G * H, D], k [{tokens}, H, D] and v [{tokens}, H, Dv], received "
-            f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
-        )
-    if not q.dtype == k.dtype == v.dtype:
-        raise ConfigError(f"layer {layer}: expected q, k and v of one dtype, received {q.dtype}, {k.dtype}, {v.dtype}")
-
-
-def _check_options(
-    layer: int, query_heads: int, scale: float, softcap: float | None, sinks: torch.Tensor | None
-) -> None:
-    if not math.isfinite(scale) or (softcap is not None and not 0 < softcap < math.inf):
-        raise ConfigError(f"layer {layer}: expected a finite scale, softcap > 0 or None, received {scale}, {softcap}")
-    if sinks is not None and sinks.shape != (query_heads,):
-        raise ConfigError(f"layer {layer}: expected sinks [{query_heads}], received {list(sinks.shape)}")
+    def _copy(self, blocks: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int]]) -> None:
+        if blocks or rows:
+            for _, layer in self.layers.items():
+                self._reserved(layer).pool.copy(blocks, rows)

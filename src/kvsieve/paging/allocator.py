@@ -37,6 +37,11 @@ class BlockAllocator:
         return len(self._free) if self.limit is not None else None
 
     @property
+    def idle_blocks(self) -> int:
+        """Blocks that exist and are free, whether or not the pool may grow."""
+        return len(self._free)
+
+    @property
     def used_blocks(self) -> int:
         return len(self._references)
 

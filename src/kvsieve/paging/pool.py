@@ -64,6 +64,32 @@ class LayerPool:
             assert spec.initial is not None
             self.state[name][:, rows] = spec.initial.to(self.device)
 
+    def copy(self, blocks: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (K, V, summaries) and state rows, each pair (from, to)."""
+        for pairs, fields in ((blocks, self._by_block()), (rows, self.state)):
+            if pairs:
+                source, target = torch.tensor(pairs, device=self.device).unbind(1)
+                for field in fields.values():
+                    field[:, target] = field[:, source]
+
+    def save(self, blocks: Sequence[int], rows: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The content of blocks and rows, on the CPU."""
+        saved = {}
+        for index, fields in ((blocks, self._by_block()), (rows, self.state)):
+            places = torch.tensor(index, dtype=torch.int64, device=self.device)
+            saved |= {name: field[:, places].cpu() for name, field in fields.items()}
+        return saved
+
+    def load(self, saved: Mapping[str, torch.Tensor], blocks: Sequence[int], rows: Sequence[int]) -> None:
+        """Put saved content into other blocks and rows."""
+        for index, fields in ((blocks, self._by_block()), (rows, self.state)):
+            places = torch.tensor(index, dtype=torch.int64, device=self.device)
+            for name, field in fields.items():
+                field[:, places] = saved[name].to(self.device)
+
+    def _by_block(self) -> dict[str, torch.Tensor]:
+        return {"k": self.k, "v": self.v, **self.summaries}
+
     def _grown(self, old: torch.Tensor, size: int) -> torch.Tensor:
         if old.shape[1] >= size:
             return old

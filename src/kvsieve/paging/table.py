@@ -10,18 +10,32 @@ import torch
 
 from kvsieve.errors import ConfigError, OutOfPages
 from kvsieve.paging.allocator import NULL_BLOCK, BlockAllocator, BlockId
+from kvsieve.paging.prefix import PrefixCache
 
 RequestId = NewType("RequestId", int)
 
 
 @dataclass
 class Request:
-    """Tokens stored and, page by page, the blocks and state rows that hold them."""
+    """Tokens stored and, page by page, the blocks and state rows that hold them.
+
+    ``keys`` name full pages for the prefix cache. ``crop_floor`` is the length down to which a crop leaves state exact.
+    """
 
     slot: int
     length: int = 0
+    keys: tuple[Hashable, ...] = ()
+    crop_floor: int = 0
     blocks: list[BlockId] = field(default_factory=list)
     rows: list[BlockId] = field(default_factory=list)
+
+
+@dataclass
+class Growth:
+    """What a call did to the tables: state rows that entered, and blocks (from, to) to copy before writing."""
+
+    entered: list[BlockId]
+    copied: list[tuple[BlockId, BlockId]]
 
 
 class RequestTables:
@@ -35,6 +49,7 @@ class RequestTables:
         self.page_size = page_size
         self.block_allocator = BlockAllocator(num_blocks)
         self.row_allocator = BlockAllocator(None)
+        self.prefixes = PrefixCache(self.block_allocator)
         self.stateful = stateful
         self.blocks = torch.full((1, 1), NULL_BLOCK, dtype=torch.int64)
         self.rows = torch.full((1, 1), NULL_BLOCK, dtype=torch.int64)
@@ -58,31 +73,59 @@ class RequestTables:
     def __contains__(self, request: RequestId) -> bool:
         return request in self._requests
 
-    def admit(self) -> RequestId:
-        """A new, empty request."""
-        if not self._free_slots:
-            self._resize(2 * self.blocks.shape[0], self.blocks.shape[1])
-        request = RequestId(self._next)
-        self._next += 1
-        self._requests[request] = Request(self._free_slots.pop())
+    def admit(self, keys: Sequence[Hashable] = ()) -> RequestId:
+        """A new request; it begins with the pages that the prefix cache knows under ``keys``, one key a full page."""
+        request, entry = self._new(keys)
+        blocks = self.prefixes.match(keys)
+        self._attach(entry, blocks, self._new_rows(len(blocks)))
+        entry.length = entry.crop_floor = len(blocks) * self.page_size
         return request
 
     def finish(self, request: RequestId) -> None:
         """Forget a request; blocks that nobody else holds become free."""
         entry = self[request]
-        self.block_allocator.release(entry.blocks)
-        self.row_allocator.release(entry.rows)
-        self.blocks[entry.slot] = NULL_BLOCK
-        self.rows[entry.slot] = NULL_BLOCK
+        self._detach(entry, 0)
         self._free_slots.append(entry.slot)
         del self._requests[request]
+
+    def fork(self, request: RequestId) -> tuple[RequestId, list[tuple[BlockId, BlockId]]]:
+        """A second request with the same past: blocks are shared, state rows are new; returns the rows to copy."""
+        source = self[request]
+        twin, entry = self._new(source.keys[: source.length // self.page_size])
+        self.block_allocator.share(source.blocks)
+        rows = self._new_rows(len(source.rows))
+        self._attach(entry, source.blocks, rows)
+        entry.length, entry.crop_floor = source.length, source.crop_floor
+        return twin, list(zip(source.rows, rows, strict=True))
+
+    def crop(self, request: RequestId, length: int) -> None:
+        """Forget the tokens from ``length`` on; pages without a token leave the request."""
+        entry = self[request]
+        entry.length, entry.crop_floor = length, min(entry.crop_floor, length)
+        entry.keys = entry.keys[: length // self.page_size]
+        self._detach(entry, self.pages(length))
+
+    def release(self, request: RequestId) -> None:
+        """Give back a request's blocks and rows; its length stays, so that :meth:`restore` can bring it back."""
+        self._detach(self[request], 0)
+
+    def restore(self, request: RequestId) -> None:
+        """New blocks and rows for a released request.
+
+        Raises:
+            OutOfPages: nothing is changed.
+        """
+        entry = self[request]
+        pages = self.pages(entry.length)
+        self._make_room(pages)
+        self._attach(entry, self.block_allocator.allocate(pages), self._new_rows(pages))
 
     def pages(self, length: int) -> int:
         """Pages of a request of ``length`` tokens."""
         return -(-length // self.page_size)
 
-    def append(self, requests: Sequence[RequestId], counts: Sequence[int]) -> list[BlockId]:
-        """Make room for ``counts`` new tokens; returns the state rows of the pages that entered.
+    def append(self, requests: Sequence[RequestId], counts: Sequence[int]) -> Growth:
+        """Make room for ``counts`` new tokens; a last page that is shared becomes the request's own first.
 
         Raises:
             OutOfPages: nothing is changed.
@@ -91,30 +134,69 @@ class RequestTables:
         new = [
             self.pages(entry.length + count) - len(entry.blocks) for entry, count in zip(entries, counts, strict=True)
         ]
-        free = self.block_allocator.free_blocks
-        if free is not None and sum(new) > free:
-            raise OutOfPages(sum(new), free)
-        entered: list[BlockId] = []
-        for entry, count, pages in zip(entries, counts, new, strict=True):
+        shared = [count > 0 and self._last_page_is_shared(entry) for entry, count in zip(entries, counts, strict=True)]
+        self._make_room(sum(new) + sum(shared))
+        growth = Growth([], [])
+        for entry, count, pages, copy in zip(entries, counts, new, shared, strict=True):
+            if copy:
+                growth.copied += self._own_last_page(entry)
             entry.length += count
-            entered += self._grow_request(entry, pages)
-        return entered
+            before = entry.blocks[-1] if entry.blocks else None
+            blocks = self.block_allocator.allocate(pages, before)
+            rows = self._new_rows(pages, entry.rows[-1] if entry.rows else None)
+            self._attach(entry, blocks, rows)
+            growth.entered += rows
+        return growth
 
-    def _grow_request(self, entry: Request, pages: int) -> list[BlockId]:
-        if pages == 0:
-            return []
-        first, last = len(entry.blocks), len(entry.blocks) + pages
+    def _new(self, keys: Sequence[Hashable]) -> tuple[RequestId, Request]:
+        if not self._free_slots:
+            self._resize(2 * self.blocks.shape[0], self.blocks.shape[1])
+        request = RequestId(self._next)
+        self._next += 1
+        self._requests[request] = Request(self._free_slots.pop(), keys=tuple(keys))
+        return request, self._requests[request]
+
+    def _make_room(self, needed: int) -> None:
+        """See to it that ``needed`` blocks can be allocated, at the cost of cached prefixes that nobody uses."""
+        idle, evictable = self.block_allocator.idle_blocks, self.prefixes.evictable
+        if self.block_allocator.limit is not None and needed > idle + evictable:
+            raise OutOfPages(needed, idle + evictable)
+        self.prefixes.evict(needed - idle)
+
+    def _last_page_is_shared(self, entry: Request) -> bool:
+        partial = entry.length % self.page_size != 0
+        return partial and self.block_allocator.references(entry.blocks[-1]) > 1
+
+    def _own_last_page(self, entry: Request) -> list[tuple[BlockId, BlockId]]:
+        """Copy-on-write: a block of its own for the last page; returns (from, to)."""
+        (block,) = self.block_allocator.allocate(1)
+        old, entry.blocks[-1] = entry.blocks[-1], block
+        self.blocks[entry.slot, len(entry.blocks) - 1] = block
+        self.block_allocator.release([old])
+        return [(old, block)]
+
+    def _new_rows(self, count: int, after: BlockId | None = None) -> list[BlockId]:
+        return self.row_allocator.allocate(count, after) if self.stateful else []
+
+    def _attach(self, entry: Request, blocks: Sequence[BlockId], rows: Sequence[BlockId]) -> None:
+        """Append pages to a request: lists and table tails are written together."""
+        first, last = len(entry.blocks), len(entry.blocks) + len(blocks)
         if last > self.blocks.shape[1]:
             self._resize(self.blocks.shape[0], max(last, 2 * self.blocks.shape[1]))
-        blocks = self.block_allocator.allocate(pages, entry.blocks[-1] if entry.blocks else None)
         entry.blocks += blocks
-        self.blocks[entry.slot, first:last] = torch.tensor(blocks)
-        if not self.stateful:
-            return []
-        rows = self.row_allocator.allocate(pages, entry.rows[-1] if entry.rows else None)
         entry.rows += rows
-        self.rows[entry.slot, first:last] = torch.tensor(rows)
-        return rows
+        if blocks:
+            self.blocks[entry.slot, first:last] = torch.tensor(blocks)
+        if rows:
+            self.rows[entry.slot, first:last] = torch.tensor(rows)
+
+    def _detach(self, entry: Request, pages: int) -> None:
+        """Drop a request's pages from ``pages`` on: lists and table tails are written together."""
+        self.block_allocator.release(entry.blocks[pages:])
+        self.row_allocator.release(entry.rows[pages:])
+        del entry.blocks[pages:], entry.rows[pages:]
+        self.blocks[entry.slot, pages:] = NULL_BLOCK
+        self.rows[entry.slot, pages:] = NULL_BLOCK
 
     def _resize(self, slots: int, width: int) -> None:
         old_slots, old_width = self.blocks.shape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -16,7 +16,8 @@ from kvsieve.errors import ConfigError
 from kvsieve.flow import Flow
 from kvsieve.integrations.transformers.attention import IMPLEMENTATION, dense_attention, tag
 from kvsieve.paging.table import RequestId
-from kvsieve.runtime import Call, ReadStats, Runtime
+from kvsieve.call import Call, ReadStats
+from kvsieve.runtime import Runtime
 
 
 class SparseCache(Cache):
@@ -105,17 +106,49 @@ class SparseCache(Cache):
         self._requests, self._seen, self._forward = [], None, None
         super().reset()
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> NoReturn:
-        raise _unsupported("beam search", "num_beams=1 (greedy or sampling)")
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row ``i`` continues row ``beam_idx[i]``: full pages are shared, partial ones copied on write."""
+        self._pick_rows(beam_idx.tolist())
+        for layer in self.layers:
+            if not isinstance(layer, _PagedLayer):
+                layer.reorder_cache(beam_idx)
 
-    def crop(self, tokens_to_remove: int) -> NoReturn:
-        raise _unsupported("assisted decoding (rolling tokens back)", "generate without an assistant")
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times, one after the other."""
+        self._pick_rows([row for row in range(len(self._requests)) for _ in range(repeats)])
+        for layer in self.layers:
+            if not isinstance(layer, _PagedLayer):
+                layer.batch_repeat_interleave(repeats)
 
-    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        raise _unsupported("repeating rows of a filled cache", "the repeated rows as the first batch")
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only the rows that ``indices`` (places, or a bool mask) names."""
+        rows = torch.arange(len(self._requests))[indices.cpu()].tolist()
+        self._pick_rows(rows)
+        for layer in self.layers:
+            if not isinstance(layer, _PagedLayer):
+                layer.batch_select_indices(indices)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> NoReturn:
-        raise _unsupported("dropping rows of a filled cache", "a cache per group of rows")
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` columns of the padded batch (a negative number, as Transformers has it).
+
+        Raises:
+            NotCroppable: the flow keeps state and they reach further back than its last multi-token call.
+            ConfigError: a positive number, or more columns than there are.
+        """
+        length = 0 if self._seen is None else self._seen.shape[1]
+        if not -length <= tokens_to_remove <= 0:
+            raise ConfigError(f"crop: expected a number of tokens in [{-length}, 0], received {tokens_to_remove}")
+        if self._seen is not None and tokens_to_remove:
+            seen = self._seen[:, :tokens_to_remove]
+            self.runtime.crop(self._requests, seen.sum(1).tolist())
+            self._seen, self._forward = seen, None
+        for layer in self.layers:
+            layer.crop(tokens_to_remove)
+
+    def _pick_rows(self, rows: list[int]) -> None:
+        if self._seen is not None:
+            self._requests = self.runtime.reorder(self._requests, rows)
+            self._seen, self._forward = self._seen[torch.tensor(rows, dtype=torch.int64)], None
 
     def forward_of(self, layer: _PagedLayer, batch: int, rows: int, mask: torch.Tensor | None) -> _Forward:
         """The forward call that a layer's attention belongs to; the first layer of a call opens it."""
@@ -175,6 +208,7 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     """A full-attention layer: K and V live in the runtime's pool."""
 
     is_sliding = False
+    is_croppable = True
 
     def __init__(self, cache: SparseCache, index: int) -> None:
         super().__init__()
@@ -222,6 +256,9 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.length += tokens_to_remove
 
     def reset(self) -> None:
         self.length, self._waiting, self.is_initialized = 0, False, False
@@ -272,6 +309,3 @@ def _new_tokens(mask: torch.Tensor | None, seen: torch.Tensor, batch: int, rows:
         )
     return mask[:, seen.shape[1] :]
 
-
-def _unsupported(what: str, instead: str) -> ConfigError:
-    return ConfigError(f"SparseCache does not support {what}; use {instead}, or attn_implementation='sdpa' with DynamicCache")

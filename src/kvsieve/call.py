@@ -1,0 +1,165 @@
+"""One forward pass over the layers: write, summarize, score, select, attend."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvsieve.backends.base import AttentionOptions, Backend, Selection
+from kvsieve.budget import Budget
+from kvsieve.errors import ConfigError
+from kvsieve.layers import Layer
+from kvsieve.paging.allocator import BlockId
+from kvsieve.paging.table import RequestId, RequestTables
+from kvsieve.plan import Plan
+
+
+@dataclass
+class ReadStats:
+    """What decode steps read, over all layers, counted from the index lists.
+
+    ``steps``: decode calls. ``kv_bytes``: K and V of the selected tokens. ``field_bytes``: what ``score`` read and
+    wrote. ``dense_bytes``: K and V that dense attention would have read.
+    """
+
+    steps: int = 0
+    kv_bytes: int = 0
+    field_bytes: int = 0
+    dense_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Attended:
+    """A layer's result: ``out [T, Hq, Dv]``; for decode steps also ``lse [B, H, G]``, the selection and the scores."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None = None
+    selection: Selection | None = None
+    scores: torch.Tensor | None = None
+
+
+class CallHost(Protocol):
+    """What a call needs of its runtime."""
+
+    backend: Backend
+    tables: RequestTables
+    counted: ReadStats
+
+    def is_newest(self, call: Call) -> bool:
+        """Whether layers may still attend this call."""
+
+    def layer(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Layer:
+        """A layer with room for all tokens of the tables."""
+
+
+class Call:
+    """One forward pass: every layer attends it once. It owns its plan, so a later call cannot change it."""
+
+    def __init__(
+        self,
+        host: CallHost,
+        requests: tuple[RequestId, ...],
+        counts: tuple[int, ...],
+        entered: list[BlockId],
+        decode: bool,
+    ) -> None:
+        self.host, self.requests, self.counts, self.decode = host, requests, counts, decode
+        self.attended: set[int] = set()
+        self._entered = entered
+        self._plans: dict[torch.device, Plan] = {}
+
+    @property
+    def grown(self) -> list[RequestId]:
+        """Requests that got tokens."""
+        return [request for request, count in zip(self.requests, self.counts, strict=True) if count]
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> Attended:
+        """Store the new tokens of a layer and attend them.
+
+        Args:
+            layer: layer index; once per call.
+            q: [T, Hq, D], the requests' new tokens one after the other.
+            k: [T, H, D]. v: [T, H, Dv].
+            scale: attention scale; None: ``D ** -0.5``.
+            softcap: logits become ``softcap * tanh(logits / softcap)``.
+            sinks: sink logits [Hq], added to the softmax's denominator.
+        """
+        if not self.host.is_newest(self) or layer in self.attended:
+            raise ConfigError(f"layer {layer}: expected one attend per layer and call, in the newest call")
+        _check_tensors(layer, sum(self.counts), q, k, v)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        _check_options(layer, q.shape[1], scale, softcap, sinks)
+        state = self.host.layer(layer, q, k, v, scale)
+        heads = state.pool.num_kv_heads
+        options = AttentionOptions(scale, softcap, None if sinks is None else sinks.reshape(heads, state.group))
+        plan = self._plan(k.device)
+        writes, pool, backend = plan.writes, state.pool, self.host.backend
+        pool.write(writes.blocks, writes.offsets, k, v)
+        pool.enter(writes.entered)
+        if state.graphs is not None:
+            backend.summarize(state.flow, pool, writes.filled)
+        self.attended.add(layer)
+        grouped = q.unflatten(1, (heads, state.group))
+        if not self.decode:
+            return Attended(backend.prefill(grouped, k, v, pool, plan.rows, options).flatten(1, 2))
+        return self._step(state, grouped, plan, options)
+
+    def _step(self, layer: Layer, q: torch.Tensor, plan: Plan, options: AttentionOptions) -> Attended:
+        backend, pool, graphs = self.host.backend, layer.pool, layer.graphs
+        everything = Budget(0, 0, 1, 1.0)
+        scoring = graphs is not None and graphs.score is not None
+        quota = plan.quota(layer.budget or everything, scoring, bool(graphs and graphs.state_writes))
+        scores = None
+        if quota.window is not None:
+            scores = backend.score(layer.flow, q[quota.window.requests], pool, quota.window)
+        selection = backend.select(scores, quota, pool.num_kv_heads)
+        out, lse = backend.attend(q, pool, plan.rows, selection, options)
+        self._count(layer, plan, selection, quota.window.total_pages if quota.window else 0)
+        return Attended(out.flatten(1, 2), lse, selection, scores)
+
+    def _count(self, layer: Layer, plan: Plan, selection: Selection, scored_pages: int) -> None:
+        pool, counted = layer.pool, self.host.counted
+        layer.tokens_read += selection.tokens(pool.page_size, plan.rows.lengths_tensor).sum()
+        token = (pool.k.shape[-1] + pool.v.shape[-1]) * pool.dtype.itemsize
+        counted.dense_bytes += sum(plan.rows.lengths) * pool.num_kv_heads * token
+        if layer.graphs is not None:
+            counted.field_bytes += scored_pages * pool.num_kv_heads * layer.graphs.score_bytes_per_page(pool.dtype)
+
+    def _plan(self, device: torch.device) -> Plan:
+        if device not in self._plans:
+            self._plans[device] = Plan(self.host.tables, self.requests, self.counts, self._entered, device)
+        return self._plans[device]
+
+
+def _check_tensors(layer: int, tokens: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuse tensors that contradict each other, before anything is stored."""
+    fits = q.dim() == k.dim() == v.dim() == 3 and q.shape[0] == k.shape[0] == v.shape[0] == tokens
+    if not fits or k.shape[1] != v.shape[1] or q.shape[1] % max(1, k.shape[1]) or q.shape[2] != k.shape[2]:
+        raise ConfigError(
+            f"layer {layer}: expected q [{tokens}, G * H, D], k [{tokens}, H, D] and v [{tokens}, H, Dv], received "
+            f"{list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ConfigError(f"layer {layer}: expected q, k and v of one dtype, received {q.dtype}, {k.dtype}, {v.dtype}")
+
+
+def _check_options(
+    layer: int, query_heads: int, scale: float, softcap: float | None, sinks: torch.Tensor | None
+) -> None:
+    if not math.isfinite(scale) or (softcap is not None and not 0 < softcap < math.inf):
+        raise ConfigError(f"layer {layer}: expected a finite scale, softcap > 0 or None, received {scale}, {softcap}")
+    if sinks is not None and sinks.shape != (query_heads,):
+        raise ConfigError(f"layer {layer}: expected sinks [{query_heads}], received {list(sinks.shape)}")

@@ -1,0 +1,125 @@
+"""The layers of a runtime: each has a pool of its own and the flow traced for its geometry."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvsieve.backends.base import Backend
+from kvsieve.budget import Budget, BudgetLike, budget_for_layer
+from kvsieve.errors import ConfigError
+from kvsieve.flow import Flow, extra_parameters
+from kvsieve.graph import FlowGraphs, Geometry, trace_flow
+from kvsieve.paging.pool import LayerPool
+
+
+@dataclass
+class Layer:
+    """A layer's memory and what runs on it; ``graphs``, ``flow`` and ``budget`` are None for a dense layer.
+
+    ``tokens_read``: K/V tokens that decode steps have read, int64 on the layer's device.
+    """
+
+    pool: LayerPool
+    group: int
+    graphs: FlowGraphs | None
+    flow: Any
+    budget: Budget | None
+    scale: float
+    tokens_read: torch.Tensor
+
+    def signature(self) -> tuple[Any, ...]:
+        """(KV heads, K width, V width, group, dtype, scale): what every call must agree with."""
+        pool = self.pool
+        return pool.num_kv_heads, pool.k.shape[-1], pool.v.shape[-1], self.group, pool.dtype, self.scale
+
+
+class Layers:
+    """Layers by index, made when they first attend."""
+
+    def __init__(
+        self, flow: Flow, budget: BudgetLike, page_size: int, dense: Collection[int], backend: Backend
+    ) -> None:
+        self.flow, self.budget, self.page_size, self.backend = flow, budget, page_size, backend
+        self.dense = frozenset(dense)
+        self._layers: dict[int, Layer] = {}
+        self._prepared: dict[tuple[Geometry, torch.device], tuple[FlowGraphs, Any]] = {}
+
+    def __contains__(self, index: object) -> bool:
+        return index in self._layers
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._layers)
+
+    def __getitem__(self, index: int) -> Layer:
+        return self._layers[index]
+
+    def items(self) -> Iterator[tuple[int, Layer]]:
+        """Index and layer, in the order of their first attend."""
+        return iter(self._layers.items())
+
+    def shared(self) -> list[object]:
+        """What never changes and may be shared by copies of a runtime."""
+        things: list[object] = [self.flow, self.backend, self._prepared]
+        for pair in self._prepared.values():
+            things += pair
+        return things
+
+    def get(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Layer:
+        """The layer that q [T, Hq, D], k [T, H, D], v [T, H, Dv] belong to.
+
+        Raises:
+            ConfigError: they do not fit what the layer holds.
+        """
+        if index not in self._layers:
+            self._layers[index] = self._new(index, q, k, v, scale)
+        layer = self._layers[index]
+        received = (k.shape[1], k.shape[2], v.shape[2], q.shape[1] // k.shape[1], k.dtype, scale)
+        if layer.signature() != received:
+            raise ConfigError(
+                f"layer {index}: expected (KV heads, K width, V width, group, dtype, scale) {layer.signature()}, "
+                f"received {received}"
+            )
+        return layer
+
+    def _new(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Layer:
+        heads, head_dim = k.shape[1:]
+        group = q.shape[1] // heads
+        graphs, flow, budget = None, None, None
+        if index not in self.dense:
+            budget = budget_for_layer(self.budget, index)
+            graphs, flow = self._prepare(index, head_dim, v.shape[2], group, scale, k.device)
+        pool = LayerPool(
+            heads,
+            self.page_size,
+            head_dim,
+            v.shape[2],
+            k.dtype,
+            k.device,
+            graphs.summary_fields if graphs else {},
+            graphs.state_fields if graphs else {},
+        )
+        return Layer(pool, group, graphs, flow, budget, scale, torch.zeros((), dtype=torch.int64, device=k.device))
+
+    def _prepare(
+        self, index: int, head_dim: int, v_head_dim: int, group: int, scale: float, device: torch.device
+    ) -> tuple[FlowGraphs, Any]:
+        wanted = extra_parameters(self.flow)
+        geometry = Geometry(
+            self.page_size,
+            head_dim,
+            v_head_dim,
+            group,
+            scale if "scale" in wanted else None,
+            index if "layer" in wanted else 0,
+        )
+        if (geometry, device) not in self._prepared:
+            graphs = trace_flow(self.flow, geometry)
+            reason = self.backend.refusal(graphs)
+            if reason is not None:
+                raise ConfigError(f"backend {self.backend.name} refuses flow {self.flow!r}: {reason}")
+            self._prepared[geometry, device] = graphs, self.backend.prepare(graphs, device)
+        return self._prepared[geometry, device]

@@ -1,0 +1,116 @@
+"""Where the queries, keys and values of a check come from: seeded, and the same wherever a token is asked for again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Draw = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+FAMILY = 1 << 20  # requests of a family draw from its seed, not from their own
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """A layer: KV heads, query heads per KV head, widths of K and V."""
+
+    heads: int
+    group: int
+    head_dim: int
+    v_head_dim: int
+
+
+class Data(Protocol):
+    """Draws float32 q [n, H * G, D], k [n, H, D], v [n, H, Dv] of a request's tokens ``start .. start + n``.
+
+    ``family`` is (family, tokens): K and V of the first tokens are the family's.
+    """
+
+    def tokens(
+        self, shape: LayerShape, layer: int, request: int, start: int, count: int, family: tuple[int, int]
+    ) -> Draw:
+        """The draw."""
+
+
+class IidData:
+    """Independent normal numbers, a generator a token: chunks, forks and crops draw the same tokens again.
+
+    ``q_scale``, ``k_scale``: standard deviations. Subclasses reshape the draw in :meth:`shape_draw`.
+    """
+
+    def __init__(self, seed: int, q_scale: float = 1.0, k_scale: float = 1.0) -> None:
+        self.seed, self.q_scale, self.k_scale = seed, q_scale, k_scale
+
+    def tokens(
+        self, shape: LayerShape, layer: int, request: int, start: int, count: int, family: tuple[int, int]
+    ) -> Draw:
+        parts = []
+        for token in range(start, start + count):
+            owner = FAMILY + family[0] if token < family[1] else request
+            parts.append(self._token(shape, layer, owner, token))
+        if not parts:
+            h, g, d, dv = shape.heads, shape.group, shape.head_dim, shape.v_head_dim
+            return torch.zeros(0, h * g, d), torch.zeros(0, h, d), torch.zeros(0, h, dv)
+        q, k, v = (torch.stack(part) for part in zip(*parts, strict=True))
+        return q, k, v
+
+    def shape_draw(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, owner: int, token: int) -> Draw:
+        """One token's draw: q [H * G, D], k [H, D], v [H, Dv]."""
+        return q, k, v
+
+    def _token(self, shape: LayerShape, layer: int, owner: int, token: int) -> Draw:
+        random = torch.Generator().manual_seed(hash((self.seed, layer, owner, token)) % 2**62)
+        h, g, d, dv = shape.heads, shape.group, shape.head_dim, shape.v_head_dim
+        q = torch.randn(h * g, d, generator=random) * self.q_scale
+        k = torch.randn(h, d, generator=random) * self.k_scale
+        v = torch.randn(h, dv, generator=random)
+        return self.shape_draw(q, k, v, layer, owner, token)
+
+
+class PlantedData(IidData):
+    """Heavy hitters and a sink, as real models have them.
+
+    Queries share a direction; one token in ``every`` has a large component along it, and token 0 a larger one.
+    """
+
+    def __init__(self, seed: int, every: int = 17, strength: float = 2.0) -> None:
+        super().__init__(seed, q_scale=0.5, k_scale=0.5)
+        self.every, self.strength = every, strength
+
+    def shape_draw(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, owner: int, token: int) -> Draw:
+        direction = torch.ones(q.shape[-1]) / q.shape[-1] ** 0.5
+        affinity = 2 * self.strength if token == 0 else self.strength if (token * 7 + owner) % self.every == 0 else 0.0
+        return q + 2 * direction, k + affinity * q.shape[-1] ** 0.25 * direction, v
+
+
+class TiedData(IidData):
+    """Coarse values: many pages score exactly the same."""
+
+    def shape_draw(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, owner: int, token: int) -> Draw:
+        return torch.round(q), torch.round(k / 2) if token % 3 else torch.zeros_like(k), v
+
+
+class ExtremeData(IidData):
+    """Huge and tiny magnitudes side by side, within the range of bfloat16's neighbours."""
+
+    def shape_draw(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, owner: int, token: int) -> Draw:
+        scale = (1e-12, 1.0, 30.0)[token % 3]
+        return q, k * scale, v * (1e6 if token % 2 else 1e-6)
+
+
+class BrokenRequestData(IidData):
+    """One request's keys hold NaN and infinities; the others must not notice."""
+
+    def __init__(self, seed: int, broken: int = 0) -> None:
+        super().__init__(seed)
+        self.broken = broken
+
+    def shape_draw(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, owner: int, token: int) -> Draw:
+        if owner == self.broken:
+            k = k.clone()
+            k[:, token % k.shape[1]] = (float("nan"), float("inf"), -float("inf"))[token % 3]
+        return q, k, v
+
+
+KINDS = {"iid": IidData, "planted": PlantedData, "ties": TiedData, "extreme": ExtremeData, "broken": BrokenRequestData}

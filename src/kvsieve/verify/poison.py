@@ -1,0 +1,50 @@
+"""Memory that nobody has written is poison: NaN, or garbage where NaN does not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+import kvsieve.paging.pool
+from kvsieve.paging.allocator import NULL_BLOCK
+from kvsieve.paging.pool import LayerPool
+from kvsieve.runtime import Runtime
+
+
+def garbage(dtype: torch.dtype) -> float | int:
+    """What a buffer of this dtype is filled with."""
+    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max if dtype is not torch.bool else 1
+
+
+def poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Stands in for uninitialised memory."""
+    return torch.full(tuple(shape), garbage(dtype), dtype=dtype, device=device)
+
+
+@contextmanager
+def poisoned_pools() -> Iterator[None]:
+    """Every pool buffer made inside is poison."""
+    original = kvsieve.paging.pool.uninitialised
+    kvsieve.paging.pool.uninitialised = poison
+    try:
+        yield
+    finally:
+        kvsieve.paging.pool.uninitialised = original
+
+
+def spoil_free_memory(runtime: Runtime) -> None:
+    """Poison every block and row that no request and no prefix holds, the null ones included."""
+    tables = runtime.tables
+    blocks = [block for block in range(tables.block_allocator.capacity) if not tables.block_allocator.references(block)]
+    rows = [row for row in range(tables.row_allocator.capacity) if not tables.row_allocator.references(row)]
+    assert NULL_BLOCK in blocks
+    for _, layer in runtime.layers.items():
+        _spoil(layer.pool, blocks, rows)
+
+
+def _spoil(pool: LayerPool, blocks: Sequence[int], rows: Sequence[int]) -> None:
+    for places, fields in ((blocks, [pool.k, pool.v, *pool.summaries.values()]), (rows, [*pool.state.values()])):
+        for field in fields:
+            field[:, [place for place in places if place < field.shape[1]]] = garbage(field.dtype)

@@ -1,0 +1,174 @@
+"""How far rounding may carry a result: bounds derived from the data, by Monte Carlo arithmetic.
+
+A computation in a format with unit roundoff ``u`` is repeated in float64 while every operation's result is multiplied by
+``1 + u * xi``, ``xi`` normal (D. S. Parker, Monte Carlo Arithmetic, UCLA CSD-970002, 1997). The spread of the repetitions
+is the standard deviation of the rounding error for exactly these data: cancellation, condition and length are in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvsieve.ops import op_name
+from kvsieve.segment import SegmentGraph
+
+F64 = torch.float64
+SAMPLES = 16
+SIGMAS = 8.0
+"""A bound is so many standard deviations: with 16 samples the deviation itself is known to a fifth."""
+UNDERFLOW = 2.0**-106
+"""What float32 may lose below its smallest normal number, 2**-126, times a large factor met on the way."""
+
+# Ops that pick or move values and round nothing.
+EXACT = frozenset(
+    "reshape view _unsafe_view flatten unflatten squeeze unsqueeze permute transpose swapaxes swapdims movedim moveaxis t "
+    "numpy_T mT expand expand_as broadcast_to slice select narrow index_select index gather cat concat concatenate stack "
+    "split split_with_sizes chunk unbind maximum minimum fmax fmin neg abs amax amin max min sort topk median flip where "
+    "masked_fill relu clamp clamp_min clamp_max sign sgn clone contiguous detach alias lift_fresh_copy full zeros ones "
+    "new_full new_zeros new_ones full_like zeros_like ones_like scalar_tensor arange max_pool1d_same floor ceil round "
+    "trunc frac pad constant_pad_nd".split()
+)
+# Ops that add up many products or terms: their operands are perturbed too, so that a cancelling sum keeps its error.
+SUMS = frozenset(
+    "sum mean var std cumsum cumprod prod softmax _softmax log_softmax _log_softmax logsumexp linalg_vector_norm matmul mm "
+    "bmm mv dot linear einsum avg_pool1d layer_norm".split()
+)
+
+LOGS = frozenset(("logsumexp", "log_softmax", "_log_softmax"))
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Half the spacing of numbers at 1: the largest relative error of one rounding."""
+    return torch.finfo(dtype).eps / 2
+
+
+class NoisyArithmetic:
+    """Multiplies values by ``1 + u * xi``; with ``u = 0`` it is exact arithmetic."""
+
+    def __init__(self, u: float) -> None:
+        self.u = u
+
+    def __call__(self, x: torch.Tensor, times: float = 1.0) -> torch.Tensor:
+        if not self.u or not x.is_floating_point():
+            return x
+        return x * (1 + times * self.u * torch.randn(x.shape, dtype=F64))
+
+    def shifted(self, x: torch.Tensor) -> torch.Tensor:
+        """The error of a logarithm whose argument was rounded: absolute, not relative."""
+        return x + self.u * torch.randn(x.shape, dtype=F64) if self.u else x
+
+
+def spread(
+    compute: Callable[[NoisyArithmetic], dict[str, torch.Tensor]], u: float
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Exact values and rounding bounds of a computation's named results.
+
+    Args:
+        compute: runs in float64 with the given arithmetic.
+        u: unit roundoff of the format that is judged.
+
+    Returns:
+        values and bounds by name; a bound is ``SIGMAS`` deviations plus one rounding of the value.
+    """
+    exact = compute(NoisyArithmetic(0.0))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # a bound is the same in every run
+        noisy = _repeated(lambda: compute(NoisyArithmetic(u)))
+    bounds = {}
+    for name, value in exact.items():
+        error = torch.nan_to_num((noisy[name] - value).to(F64), nan=0.0, posinf=0.0, neginf=0.0)
+        rounding = UNDERFLOW + u * torch.nan_to_num(value.to(F64).abs(), posinf=0.0)
+        bounds[name] = SIGMAS * torch.sqrt((error**2).mean(0)) + rounding
+    return exact, bounds
+
+
+def _repeated(run: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """``SAMPLES`` noisy runs side by side: ``[SAMPLES, *shape]`` a name."""
+    anchor = torch.zeros(SAMPLES, dtype=F64)
+    try:
+        # Adding the anchor makes every result depend on the mapped axis, constants included.
+        mapped = torch.func.vmap(
+            lambda zero: {name: value.to(F64) + zero for name, value in run().items()}, randomness="different"
+        )
+        return dict(mapped(anchor))
+    except RuntimeError:  # an op without a batching rule
+        runs = [run() for _ in range(SAMPLES)]
+        return {name: torch.stack([one[name] for one in runs]) for name in runs[0]}
+
+
+def graph_spread(
+    graph: SegmentGraph, inputs: Mapping[str, torch.Tensor], u: float = 2.0**-24
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Values and rounding bounds of a traced flow method on float64 inputs of one segment."""
+    return spread(lambda arithmetic: run_graph(graph, inputs, arithmetic), u)
+
+
+def run_graph(
+    graph: SegmentGraph, inputs: Mapping[str, torch.Tensor], arithmetic: NoisyArithmetic
+) -> dict[str, torch.Tensor]:
+    """Run a one-segment graph in float64, each op's result passed through ``arithmetic``."""
+    values: dict[fx.Node, Any] = {node: inputs[name] for name, node in graph.trace.inputs.items() if name in inputs}
+    for node, constant in graph.trace.constants.items():
+        values[node] = constant.to(F64) if constant.is_floating_point() else constant
+    for node in graph.nodes:
+        if node.op == "call_function":
+            values[node] = _run_node(node, values, arithmetic)
+    return {name: values[node] for name, node in graph.outputs.items()}
+
+
+def _run_node(node: fx.Node, values: Mapping[fx.Node, Any], arithmetic: NoisyArithmetic) -> Any:
+    name = op_name(node.target)
+    noisy = name in SUMS
+
+    def swap(argument: Any) -> Any:
+        value = values[argument] if isinstance(argument, fx.Node) else argument
+        return arithmetic(value, 2.0) if noisy and isinstance(value, torch.Tensor) else value
+
+    args = fx.node.map_aggregate(node.args, swap)
+    kwargs = fx.node.map_aggregate(node.kwargs, swap)
+    args = fx.node.map_aggregate(args, _widen)
+    kwargs = fx.node.map_aggregate(kwargs, _widen)
+    result = node.target(*args, **kwargs)  # type: ignore[operator]
+    if name is None or name in EXACT or not isinstance(result, torch.Tensor):
+        return result
+    return arithmetic.shifted(arithmetic(result)) if name in LOGS else arithmetic(result)
+
+
+def _widen(argument: Any) -> Any:
+    """float32 asked for by the graph is float64 here."""
+    return F64 if argument is torch.float32 else argument
+
+
+def attention_spread(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    u: float = 2.0**-24,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Values and rounding bounds of ``out [n, G, Dv]`` and ``lse [n, G]``.
+
+    Float64 q [n, G, D] over k [T, D], v [T, Dv], row ``i`` seeing the tokens of ``mask [n, T]``.
+    """
+    hidden = torch.where(mask, 0.0, -torch.inf)[:, None]
+
+    def attend(arithmetic: NoisyArithmetic) -> dict[str, torch.Tensor]:
+        logits = arithmetic(arithmetic(q, 2.0) @ arithmetic(k, 2.0).T * scale)
+        if softcap is not None:
+            logits = arithmetic(softcap * arithmetic(torch.tanh(logits / softcap)))
+        logits = logits + hidden
+        lse = torch.logsumexp(logits, -1)
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks)
+        lse = arithmetic.shifted(arithmetic(lse))
+        weights = arithmetic(torch.exp(logits - lse[..., None]), 2.0)  # vectorised exp is good to an ulp or two
+        return {"out": arithmetic(weights @ arithmetic(v, 2.0)), "lse": lse}
+
+    return spread(attend, u)

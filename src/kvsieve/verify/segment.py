@@ -1,0 +1,209 @@
+"""One (layer, request, KV head) under test: the reference's trajectory, and what the runtime must hold."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvsieve.graph import FlowGraphs
+from kvsieve.reference import ReferenceSegment, ReferenceStep
+from kvsieve.verify.checks import Numbers, boundary_ulp, compare, expect, expected_selection, gather_fields, storage_bound
+from kvsieve.verify.rounding import F64, attention_spread, graph_spread, unit_roundoff
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the runtime returned for this segment: out [G, Dv], lse [G], its page list, scores [W] or None."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    selection: list[int]
+    scores: torch.Tensor | None
+
+
+class SegmentTwin:
+    """Checks one segment stage by stage.
+
+    Each stage is judged on what the runtime itself put into it (stored K, V, summaries, the state before the step), so
+    that its bound is its own rounding only; ``reference`` goes its own way in float64 beside it, for drift and agreement.
+    ``state`` is what the pool must hold, page by page, bit for bit: the initial value, or what a checked step wrote.
+    """
+
+    def __init__(self, reference: ReferenceSegment, graphs: FlowGraphs | None, dtype: torch.dtype, place: str) -> None:
+        self.reference, self.graphs, self.dtype, self.place = reference, graphs, dtype, place
+        self.state: list[dict[str, torch.Tensor]] = []
+
+    def fork(self, place: str) -> SegmentTwin:
+        """A copy with a future of its own."""
+        twin = SegmentTwin(copy.copy(self.reference), self.graphs, self.dtype, place)
+        for name in ("k", "v", "summaries"):
+            setattr(twin.reference, name, list(getattr(self.reference, name)))
+        twin.reference.state = [dict(row) for row in self.reference.state]
+        twin.state = [dict(row) for row in self.state]
+        return twin
+
+    def crop(self, length: int) -> None:
+        self.reference.crop(length)
+        del self.state[-(-length // self.reference.page_size) :]
+
+    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Tokens k [n, D], v [n, Dv] that are stored without being attended."""
+        for key, value in zip(k, v, strict=True):
+            self.reference._write(key, value)
+            self._enter()
+
+    def extend(self, numbers: Numbers, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+        """A prefill call: q [n, G, D], k [n, D], v [n, Dv], received out [n, G, Dv]."""
+        start = len(self.reference.k)
+        self.write(k, v)
+        if not self._finite():
+            return
+        keys, values = torch.stack(self.reference.k), torch.stack(self.reference.v)
+        # A dense library kernel may round probabilities to the input's dtype; a float32 one computes in float32.
+        u = unit_roundoff(self.dtype)
+        seen = torch.arange(len(keys)) <= torch.arange(start, start + len(q))[:, None]
+        exact, bound = self._attention(q, keys, values, seen, u)
+        compare(numbers, "output", f"{self.place} prefill from {start}", out, exact["out"], bound["out"])
+
+    def step(
+        self,
+        numbers: Numbers,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        summaries: list[Mapping[str, torch.Tensor]],
+        state: list[Mapping[str, torch.Tensor]],
+        result: StepResult,
+    ) -> None:
+        """A decode step: q [G, D], k [D], v [Dv]; stored ``summaries`` and ``state`` per page after it."""
+        reference = self.reference
+        expected = reference.step(q, k, v)
+        self._enter()
+        pages = len(reference.state)
+        budget = reference.budget
+        kept, sink = budget.kept(pages), budget.sink
+        window = range(sink, pages - budget.recent)
+        graphs = self.graphs
+        scored = bool(
+            graphs and graphs.score and len(window) and (pages > kept or graphs.state_writes)
+        )
+        expect((result.scores is not None) == scored, "score", self.place, f"scored: {not scored}, expected {scored}")
+        if scored:
+            assert result.scores is not None
+            self._check_scores(numbers, q, window, summaries, state, result.scores)
+        wanted = expected_selection(result.scores, pages, kept, sink, budget.recent)
+        expect(
+            result.selection == wanted,
+            "selection",
+            self.place,
+            f"pages {result.selection}, expected {wanted} by the scores that were computed",
+        )
+        numbers.note("selection", 0.0)
+        self._note_agreement(numbers, result, expected, kept - sink - budget.recent if pages > kept else 0)
+        self._check_attention(numbers, q, result)
+
+    def check_state(self, numbers: Numbers, state: list[Mapping[str, torch.Tensor]]) -> None:
+        """The pool holds the state that it must, bit for bit."""
+        if self.graphs is None or not self.graphs.state_fields:
+            return
+        expect(len(state) == len(self.state), "state", self.place, f"{len(state)} pages, expected {len(self.state)}")
+        for page, (stored, wanted) in enumerate(zip(state, self.state, strict=True)):
+            for name, value in wanted.items():
+                expect(
+                    torch.equal(_bits(stored[name]), _bits(value)),
+                    "state",
+                    f"{self.place} page {page}",
+                    f"{name} is {_show(stored[name])}, expected {_show(value)}: nothing should have changed it",
+                )
+        numbers.note("storage", 0.0)
+
+    def check_summary(self, numbers: Numbers, page: int, stored: Mapping[str, torch.Tensor]) -> None:
+        """A full page's summary against float64."""
+        if self.graphs is None or self.graphs.summarize is None:
+            return
+        tokens = slice(page * self.reference.page_size, (page + 1) * self.reference.page_size)
+        inputs = {"k": torch.stack(self.reference.k[tokens]), "v": torch.stack(self.reference.v[tokens])}
+        exact, bound = graph_spread(self.graphs.summarize, inputs)
+        for name, value in exact.items():
+            limit = storage_bound(bound[name], value, stored[name].dtype)
+            compare(numbers, "summary", f"{self.place} page {page} {name}", stored[name], value, limit)
+
+    def _check_scores(
+        self,
+        numbers: Numbers,
+        q: torch.Tensor,
+        window: range,
+        summaries: list[Mapping[str, torch.Tensor]],
+        state: list[Mapping[str, torch.Tensor]],
+        scores: torch.Tensor,
+    ) -> None:
+        reference, p = self.reference, self.reference.page_size
+        assert self.graphs is not None and self.graphs.score is not None
+        tokens = slice(window.start * p, window.stop * p)
+        inputs = {
+            "q": q.to(F64),
+            "k": torch.stack(reference.k[tokens]).unflatten(0, (-1, p)),
+            "v": torch.stack(reference.v[tokens]).unflatten(0, (-1, p)),
+            "position": torch.tensor([page * p for page in window], dtype=F64),
+            "age": torch.tensor([len(reference.k) - (page + 1) * p for page in window], dtype=F64),
+            **gather_fields([summaries[page] for page in window]),
+            **gather_fields([self.state[page] for page in window]),
+        }
+        exact, bound = graph_spread(self.graphs.score, inputs)
+        compare(numbers, "score", self.place, scores, exact["scores"], bound["scores"])
+        for name in self.graphs.state_writes:
+            for place, page in enumerate(window):
+                stored, value = state[page][name], exact[name][place]
+                limit = storage_bound(bound[name][place], value, stored.dtype)
+                compare(numbers, "state", f"{self.place} page {page} {name}", stored, value, limit)
+                self.state[page][name] = stored.clone()
+                own = reference.state[page][name].to(F64)
+                distance = float((stored.to(F64) - own).abs().max() / own.abs().max().clamp(min=1e-30))
+                numbers.drift = max(numbers.drift, distance if distance == distance else 0.0)
+
+    def _note_agreement(self, numbers: Numbers, result: StepResult, expected: ReferenceStep, topk: int) -> None:
+        numbers.selections += 1
+        numbers.agreed += result.selection == expected.selection
+        if expected.scores is not None:
+            numbers.boundary = min(numbers.boundary, boundary_ulp(expected.scores, topk))
+
+    def _check_attention(self, numbers: Numbers, q: torch.Tensor, result: StepResult) -> None:
+        if not self._finite():
+            return
+        p, length = self.reference.page_size, len(self.reference.k)
+        tokens = [t for page in result.selection for t in range(page * p, min((page + 1) * p, length))]
+        k = torch.stack([self.reference.k[t] for t in tokens])
+        v = torch.stack([self.reference.v[t] for t in tokens])
+        exact, bound = self._attention(q[None], k, v, torch.ones(1, len(tokens), dtype=torch.bool), 2.0**-24)
+        compare(numbers, "lse", self.place, result.lse, exact["lse"][0], bound["lse"][0])
+        limit = storage_bound(bound["out"], exact["out"], result.out.dtype)
+        compare(numbers, "output", self.place, result.out, exact["out"][0], limit[0])
+
+    def _finite(self) -> bool:
+        """NaN and infinities in K make any attention meaningless: only other requests are judged then."""
+        return bool(torch.isfinite(torch.stack(self.reference.k)).all())
+
+    def _attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, u: float
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        reference = self.reference
+        scale = q.shape[-1] ** -0.5 if reference.scale is None else reference.scale
+        return attention_spread(q.to(F64), k, v, mask, scale, reference.softcap, reference.sinks, u)
+
+    def _enter(self) -> None:
+        """The state of a page that entered with the newest token."""
+        while len(self.state) < len(self.reference.state):
+            fields = self.graphs.state_fields if self.graphs else {}
+            self.state.append({name: spec.initial.clone() for name, spec in fields.items() if spec.initial is not None})
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.reshape(-1).contiguous().view(torch.uint8)
+
+
+def _show(value: torch.Tensor) -> str:
+    flat = value.flatten()[:4].tolist()
+    return str(flat[0] if value.dim() == 0 else flat)

@@ -1,0 +1,361 @@
+"""The real stack and the reference side by side, through the whole life of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvsieve.backends import Backend
+from kvsieve.budget import Budget, BudgetLike, budget_for_layer
+from kvsieve.call import Attended
+from kvsieve.flow import Flow
+from kvsieve.graph import FlowGraphs, Geometry, trace_flow
+from kvsieve.paging.allocator import NULL_BLOCK
+from kvsieve.reference import ReferenceSegment
+from kvsieve.runtime import CROP_ROWS, RequestId, Runtime
+from kvsieve.verify.checks import Numbers, expect
+from kvsieve.verify.data import Data, IidData, LayerShape
+from kvsieve.verify.poison import spoil_free_memory
+from kvsieve.verify.segment import SegmentTwin, StepResult
+
+
+@dataclass(frozen=True)
+class TwinOptions:
+    """What a twin is built of; ``dense_layers`` attend everything. ``sinks`` turns sink logits on."""
+
+    page_size: int
+    shapes: tuple[LayerShape, ...]
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    num_blocks: int | None = None
+    dense_layers: tuple[int, ...] = ()
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+
+class Twin:
+    """A runtime whose every result is checked against float64.
+
+    Args:
+        flow, budget: what runs.
+        options: geometry and storage.
+        data: where q, k and v come from.
+        backend: a backend or its name.
+        spoil: poison free memory after every event.
+
+    Every method raises :class:`Fault` when the runtime is wrong beyond rounding; ``numbers`` says what was seen.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        budget: BudgetLike,
+        options: TwinOptions,
+        data: Data | None = None,
+        backend: str | Backend = "eager",
+        spoil: bool = True,
+    ) -> None:
+        self.flow, self.budget, self.options, self.spoil = flow, budget, options, spoil
+        self.data = data or IidData(0)
+        self.runtime = Runtime(
+            flow,
+            budget,
+            page_size=options.page_size,
+            num_blocks=options.num_blocks,
+            dense_layers=options.dense_layers,
+            backend=backend,
+        )
+        self.numbers = Numbers()
+        self.requests: dict[RequestId, int] = {}  # tokens that each must have
+        self.out: set[RequestId] = set()  # preempted
+        self._floors: dict[RequestId, int] = {}
+        self._segments: dict[tuple[int, RequestId, int], SegmentTwin] = {}
+        self._families: dict[RequestId, tuple[int, int]] = {}  # family and how many tokens of it are the request's own
+        self._graphs = [self._trace(layer) for layer in range(len(options.shapes))]
+
+    # The life of a request, on both sides
+
+    def admit(self, family: int | None = None, family_pages: int = 0) -> RequestId:
+        """A new request; those of one family share the K and V of their first pages, and say so by their keys."""
+        keys: list[Hashable] = [(family, page) for page in range(family_pages)]
+        request = self.runtime.admit(keys if family is not None else ())
+        length = self.runtime.length(request)
+        p = self.options.page_size
+        expect(length % p == 0 and length <= family_pages * p, "life cycle", f"request {request}", f"starts at {length}")
+        self.requests[request] = self._floors[request] = length
+        self._families[request] = (family or 0, family_pages * p if family is not None else 0)
+        for layer, shape in enumerate(self.options.shapes):
+            _, k, v = self._tokens(layer, [request], [0], [length])
+            for head in range(shape.heads):
+                twin = self._new_segment(layer, request, head)
+                twin.write(k[:, head], v[:, head])
+                self._segments[layer, request, head] = twin
+        self._after()
+        return request
+
+    def extend(self, requests: Sequence[RequestId], counts: Sequence[int]) -> list[torch.Tensor]:
+        """Prefill; returns the outputs of the layers."""
+        starts = [self.requests[request] for request in requests]
+        call = self.runtime.extend(requests, counts)
+        outs = []
+        for layer, shape in enumerate(self.options.shapes):
+            q, k, v = self._tokens(layer, requests, starts, counts)
+            out = call.attend(layer, *(x.to(self.options.device) for x in (q, k, v)), **self._attention(layer)).out.cpu()
+            first = 0
+            for request, count in zip(requests, counts, strict=True):
+                rows = slice(first, first + count)
+                first += count
+                for head in range(shape.heads if count else 0):
+                    mine = slice(head * shape.group, (head + 1) * shape.group)
+                    segment = self._segments[layer, request, head]
+                    segment.extend(self.numbers, q[rows, mine], k[rows, head], v[rows, head], out[rows, mine])
+            outs.append(out)
+        for request, start, count in zip(requests, starts, counts, strict=True):
+            if count:
+                self._floors[request] = start if count <= CROP_ROWS else start + count
+        self._grow(requests, counts)
+        return outs
+
+    def step(self, requests: Sequence[RequestId]) -> list[Attended]:
+        """A decode step; returns the results of the layers."""
+        starts = [self.requests[request] for request in requests]
+        call = self.runtime.step(requests)
+        results = []
+        for layer in range(len(self.options.shapes)):
+            q, k, v = self._tokens(layer, requests, starts, [1] * len(requests))
+            result = call.attend(layer, *(x.to(self.options.device) for x in (q, k, v)), **self._attention(layer))
+            self._check_step(layer, requests, (q, k, v), result)
+            results.append(result)
+        self._floors.update({request: self.requests[request] + 1 for request in requests})
+        self._grow(requests, [1] * len(requests))
+        return results
+
+    def fork(self, request: RequestId) -> RequestId:
+        twin = self.runtime.fork(request)
+        self._copy(request, twin)
+        self._after()
+        return twin
+
+    def crop(self, requests: Sequence[RequestId], lengths: Sequence[int]) -> None:
+        self.runtime.crop(requests, lengths)
+        for request, length in zip(requests, lengths, strict=True):
+            self.requests[request] = length
+            self._floors[request] = min(self._floors[request], length)
+            family, own = self._families[request]
+            # Only whole pages stay the family's: what follows is the request's own.
+            self._families[request] = family, min(own, length // self.options.page_size * self.options.page_size)
+            for _, segment in self._of(request):
+                segment.crop(length)
+        self._after()
+
+    def reorder(self, requests: Sequence[RequestId], order: Sequence[int]) -> list[RequestId]:
+        result = self.runtime.reorder(requests, order)
+        for place, source in zip(result, order, strict=True):
+            if place != requests[source]:
+                self._copy(requests[source], place)
+        for request in set(requests) - set(result):
+            self._forget(request)
+        self._after()
+        return result
+
+    def preempt(self, request: RequestId) -> None:
+        self.runtime.preempt(request)
+        self.out.add(request)
+        self._after()
+
+    def resume(self, request: RequestId) -> None:
+        self.runtime.resume(request)
+        self.out.discard(request)
+        self._after()
+
+    def finish(self, requests: Sequence[RequestId]) -> None:
+        self.runtime.finish(requests)
+        for request in requests:
+            self._forget(request)
+        self._after()
+
+    def crop_floor(self, request: RequestId) -> int:
+        """The length down to which a crop must be exact: the last multi-token call, if it was short and the newest."""
+        return self._floors[request]
+
+    # Checks
+
+    def check_storage(self) -> None:
+        """Tables, K, V, summaries of full pages and state of every request that is in the pool.
+
+        Raises:
+            Fault: one of them is not what it must be.
+        """
+        tables, p = self.runtime.tables, self.options.page_size
+        expect(set(tables) == set(self.requests), "life cycle", "runtime", f"holds requests {sorted(tables)}")
+        for request, length in self.requests.items():
+            entry, place = tables[request], f"request {request}"
+            expect(entry.length == length, "life cycle", place, f"length {entry.length}, expected {length}")
+            pages = 0 if request in self.out else -(-length // p)
+            expect(len(entry.blocks) == pages, "storage", place, f"{len(entry.blocks)} blocks, expected {pages}")
+            for table, listed in ((tables.blocks, entry.blocks), (tables.rows, entry.rows)):
+                row = table[entry.slot].tolist()
+                padding = [int(NULL_BLOCK)] * (len(row) - len(listed))
+                expect(row == [*listed, *padding], "storage", place, f"table {row}, expected {listed} and null blocks")
+        for (layer, request, head), segment in self._segments.items():
+            if request not in self.out:
+                self._check_segment(layer, request, head, segment)
+
+    def _check_segment(self, layer: int, request: RequestId, head: int, segment: SegmentTwin) -> None:
+        if layer not in self.runtime.layers:
+            return
+        entry, pool = self.runtime.tables[request], self.runtime.layers[layer].pool
+        for name, field, wanted in (("k", pool.k, segment.reference.k), ("v", pool.v, segment.reference.v)):
+            if wanted:
+                stored = field[head, entry.blocks].flatten(0, 1)[: entry.length].to("cpu", torch.float64)
+                same = torch.equal(torch.nan_to_num(stored, nan=7.0), torch.nan_to_num(torch.stack(wanted), nan=7.0))
+                expect(same, "storage", segment.place, f"{name} is not what was written")
+        segment.check_state(self.numbers, self._rows(pool.state, head, entry.rows))
+
+    def _check_step(
+        self, layer: int, requests: Sequence[RequestId], draw: tuple[torch.Tensor, ...], result: Attended
+    ) -> None:
+        shape, pool = self.options.shapes[layer], self.runtime.layers[layer].pool
+        q, k, v = draw
+        assert result.selection is not None and result.lse is not None
+        pages, counts = result.selection.pages.cpu(), result.selection.count.tolist()
+        out, lse = result.out.cpu(), result.lse.cpu()
+        scores = None if result.scores is None else result.scores.cpu()
+        scored = self._scored(layer, requests)
+        for i, request in enumerate(requests):
+            entry = self.runtime.tables[request]
+            window = self.runtime.layers[layer].budget
+            width = window.window(len(entry.blocks)) if window else 0
+            for head in range(shape.heads):
+                mine = slice(head * shape.group, (head + 1) * shape.group)
+                row = None
+                if request in scored and scores is not None:
+                    row = scores[scored.index(request), head, :width]
+                received = StepResult(out[i, mine], lse[i, head], pages[i, head, : counts[i]].tolist(), row)
+                summaries = self._rows(pool.summaries, head, entry.blocks)
+                state = self._rows(pool.state, head, entry.rows)
+                segment = self._segments[layer, request, head]
+                full = (len(segment.reference.k) + 1) // self.options.page_size
+                segment.step(
+                    self.numbers, q[i, mine], k[i, head], v[i, head], summaries[:full], state, received
+                )
+
+    def _check_new_summaries(self, requests: Sequence[RequestId], starts: Sequence[int]) -> None:
+        p = self.options.page_size
+        for request, start in zip(requests, starts, strict=True):
+            entry = self.runtime.tables[request]
+            for (layer, _, head), segment in self._of_keys(request):
+                if layer in self.runtime.layers:
+                    pool = self.runtime.layers[layer].pool
+                    stored = self._rows(pool.summaries, head, entry.blocks)
+                    for page in range(start // p, entry.length // p):
+                        segment.check_summary(self.numbers, page, stored[page])
+
+    def _scored(self, layer: int, requests: Sequence[RequestId]) -> list[RequestId]:
+        """Requests that are scored in this step, in batch order."""
+        graphs, budget = self._graphs[layer], self.runtime.layers[layer].budget
+        if graphs is None or graphs.score is None or budget is None:
+            return []
+        lengths = [len(self.runtime.tables[request].blocks) for request in requests]
+        return [
+            request
+            for request, pages in zip(requests, lengths, strict=True)
+            if budget.window(pages) and (pages > budget.kept(pages) or graphs.state_writes)
+        ]
+
+    # Bookkeeping
+
+    def _grow(self, requests: Sequence[RequestId], counts: Sequence[int]) -> None:
+        starts = [self.requests[request] for request in requests]
+        for request, count in zip(requests, counts, strict=True):
+            self.requests[request] += count
+        self._check_new_summaries(requests, starts)
+        self._after()
+
+    def _after(self) -> None:
+        if self.spoil:
+            spoil_free_memory(self.runtime)
+        self.check_storage()
+
+    def _tokens(
+        self, layer: int, requests: Sequence[RequestId], starts: Sequence[int], counts: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        parts = [
+            self.data.tokens(self.options.shapes[layer], layer, request, start, count, self._families[request])
+            for request, start, count in zip(requests, starts, counts, strict=True)
+        ]
+        q, k, v = (torch.cat(part).to(self.options.dtype) for part in zip(*parts, strict=True))
+        return q, k, v
+
+    def _attention(self, layer: int) -> dict[str, object]:
+        sinks = self._sinks(layer)
+        return {
+            "scale": self.options.scale,
+            "softcap": self.options.softcap,
+            "sinks": None if sinks is None else sinks.to(self.options.device),
+        }
+
+    def _sinks(self, layer: int) -> torch.Tensor | None:
+        if not self.options.sinks:
+            return None
+        shape = self.options.shapes[layer]
+        return torch.linspace(-1, 2, shape.heads * shape.group)
+
+    def _trace(self, layer: int) -> FlowGraphs | None:
+        if layer in self.options.dense_layers:
+            return None
+        shape = self.options.shapes[layer]
+        return trace_flow(
+            self.flow,
+            Geometry(
+                self.options.page_size, shape.head_dim, shape.v_head_dim, shape.group, self.options.scale, layer
+            ),
+        )
+
+    def _new_segment(self, layer: int, request: RequestId, head: int) -> SegmentTwin:
+        dense = layer in self.options.dense_layers
+        shape, sinks = self.options.shapes[layer], self._sinks(layer)
+        reference = ReferenceSegment(
+            Flow() if dense else self.flow,
+            Budget(0, 0, 10**9) if dense else budget_for_layer(self.budget, layer),
+            self.options.page_size,
+            scale=self.options.scale,
+            softcap=self.options.softcap,
+            sinks=None if sinks is None else sinks[head * shape.group : (head + 1) * shape.group],
+            layer=layer,
+        )
+        return SegmentTwin(reference, self._graphs[layer], self.options.dtype, _place(layer, request, head))
+
+    def _copy(self, source: RequestId, twin: RequestId) -> None:
+        self.requests[twin], p = self.requests[source], self.options.page_size
+        self._floors[twin] = self._floors[source]
+        family, own = self._families[source]
+        self._families[twin] = family, min(own, self.requests[source] // p * p)
+        for (layer, _, head), segment in self._of_keys(source):
+            self._segments[layer, twin, head] = segment.fork(_place(layer, twin, head))
+
+    def _forget(self, request: RequestId) -> None:
+        del self.requests[request], self._families[request], self._floors[request]
+        self.out.discard(request)
+        for key, _ in self._of_keys(request):
+            del self._segments[key]
+
+    def _of_keys(self, request: RequestId) -> list[tuple[tuple[int, RequestId, int], SegmentTwin]]:
+        return [(key, segment) for key, segment in self._segments.items() if key[1] == request]
+
+    def _of(self, request: RequestId) -> list[tuple[int, SegmentTwin]]:
+        return [(key[0], segment) for key, segment in self._of_keys(request)]
+
+    @staticmethod
+    def _rows(
+        fields: Mapping[str, torch.Tensor], head: int, places: Sequence[int]
+    ) -> list[Mapping[str, torch.Tensor]]:
+        picked = {name: field[head, list(places)].cpu() for name, field in fields.items()}
+        return [{name: field[i] for name, field in picked.items()} for i in range(len(places))]
+
+
+def _place(layer: int, request: RequestId, head: int) -> str:
+    return f"layer {layer} request {request} KV head {head}"
