@@ -51,8 +51,7 @@ def run(arguments: Sequence[str]) -> int:
         result = get_command(app).main(list(arguments) or ["--help"], prog_name="kvsieve", standalone_mode=False)
         sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        result = INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe, such as head, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -61,6 +60,8 @@ def run(arguments: Sequence[str]) -> int:
         if os.environ.get("KVSIEVE_TRACEBACK"):
             raise
         return USAGE
+    if result == INTERRUPTED:  # Typer itself turns an interrupt into this result
+        print("interrupted", file=sys.stderr)
     return result if isinstance(result, int) else 0
 
 
