@@ -6,9 +6,16 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 import kvsieve.paging.pool
 from support import poison
+
+# The same examples in every run, however slow or busy the machine is.
+settings.register_profile(
+    "repeatable", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("repeatable")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # a worker a core: threads that wait for each other cost minutes

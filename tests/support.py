@@ -116,10 +116,18 @@ class Twin:
         self.runtime = PoisonedRuntime(
             self.flow, budget, page_size=page_size, num_blocks=num_blocks, dense_layers=dense_layers, backend=backend
         )
+        self._scatter(num_blocks)
         self.random = torch.Generator().manual_seed(seed)
         self.segments: dict[tuple[int, RequestId, int], ReferenceSegment] = {}
         self.state_error: dict[tuple[int, RequestId, int], list[float]] = {}
         self.tally = Tally()
+
+    def _scatter(self, num_blocks: int | None) -> None:
+        """Holes in the pool, and rows that are not numbered as blocks are: no table is the identity."""
+        self.runtime.tables.row_allocator.allocate(3)
+        if num_blocks is None:
+            allocator = self.runtime.tables.block_allocator
+            allocator.release(allocator.allocate(11)[1::3])
 
     # What a request goes through
 

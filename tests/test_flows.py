@@ -154,7 +154,7 @@ sizes = st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 4), st.in
 
 
 @given(sizes)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_two_sided_envelope_bounds_the_page(drawn: tuple[int, int, int, int]) -> None:
     """``max_h sum_d max(q max, q min) >= max_h max_k q_h . k`` for signed data, up to float64 rounding."""
     p, head_dim, group, seed = drawn

@@ -98,7 +98,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocator = AllocatorMachine.TestCase
-TestAllocator.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestAllocator.settings = settings(max_examples=150, stateful_step_count=30)
 
 
 class TablesMachine(RuleBasedStateMachine):
@@ -170,7 +170,7 @@ class TablesMachine(RuleBasedStateMachine):
 
 
 TestTables = TablesMachine.TestCase
-TestTables.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestTables.settings = settings(max_examples=150, stateful_step_count=30)
 
 
 def test_a_growing_request_stays_one_run() -> None:

@@ -252,6 +252,61 @@ def test_a_broken_request_disturbs_no_other(name: str, bad: float) -> None:
             assert [listed(broken.selection, j) for j in (1, 2)] == [listed(clean.selection, j) for j in (1, 2)]
 
 
+class NoPrefill(EagerBackend):
+    """Stores prompts without attending them: quadratic work that a test of steps does not need."""
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: LayerPool, rows: Rows, options: AttentionOptions
+    ) -> torch.Tensor:
+        return q.new_zeros(*q.shape[:3], v.shape[-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "page_size"),
+    [("gqa_h2o_token_sparse_attention", 1), pytest.param("gqa_quest_sparse_attention", 2, marks=pytest.mark.slow)],
+)
+def test_long_contexts(name: str, page_size: int) -> None:
+    """More than 65,536 pages beside a short request: scored to the end, selected from the whole window."""
+    pages = 66_001
+    twin = Twin(name, Budget(6, 1, 1), page_size, [Shape(1, 2, 4, 4)], backend=NoPrefill())
+    requests = twin.admit(2)
+    twin.extend(requests, [pages * page_size, 3], compare=False)
+    (result,) = twin.step(requests)
+    assert result.scores is not None and result.scores.shape[-1] >= pages - 2
+    chosen = listed(result.selection, 0)[0]
+    assert len(chosen) == 8 and any(page > 32_768 for page in chosen[:-2])
+
+
+def test_strided_tensors_are_as_good_as_contiguous_ones() -> None:
+    """Models hand over transposed views."""
+    twin = twin_of("gqa_h2o_sparse_attention")
+    requests = twin.admit(2)
+    for counts in ([30, 7], [2, 5]):
+        twin.extend(requests, counts, draws=[_strided(twin.draw(layer, sum(counts))) for layer in range(2)])
+    for _ in range(3):
+        twin.step(requests, draws=[_strided(twin.draw(layer, 2)) for layer in range(2)])
+    twin.check_storage()
+
+
+def _strided(draw: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in draw)
+    assert not q.is_contiguous()
+    return q, k, v
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_no_autograd_graph_grows_in_the_memory(name: str) -> None:
+    """Called with gradients enabled, the pool keeps values only, and the output says that it has no gradient."""
+    runtime = PoisonedRuntime(name, budget_of(name), page_size=page_size_of(name))
+    request = runtime.admit()
+    for i in range(4):
+        call = runtime.step([request]) if i else runtime.extend([request], [40])
+        q, k, v = (x.requires_grad_() * 1.0 for x in tokens(1 if i else 40))
+        assert not call.attend(0, q, k, v).out.requires_grad
+    pool = runtime.layers[0].pool
+    assert not any(x.requires_grad for x in (pool.k, pool.v, *pool.summaries.values(), *pool.state.values()))
+
+
 # State
 
 
@@ -296,6 +351,28 @@ def test_state_belongs_to_request_page_and_head() -> None:
     twin.check_storage()
     heavy = torch.stack([twin.pool(0).state["heavy"][:, twin.runtime.tables[r].rows] for r in requests]).flatten(0, 1)
     assert len({tuple(row.tolist()) for row in heavy}) == 4
+
+
+class Places(Flow):
+    """Scores are positions and ages: both are exact whole numbers."""
+
+    def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return pages["position"] * 1000 + pages["age"]
+
+
+@pytest.mark.parametrize("sink", [0, 2])
+@pytest.mark.parametrize("page_size", [1, 5])
+def test_position_and_age(page_size: int, sink: int) -> None:
+    twin = Twin(Places(), Budget(1, sink, 1), page_size, [Shape(1, 1, 4, 4)])
+    requests = twin.admit(2)
+    twin.extend(requests, [10 * page_size, 6 * page_size + 1])
+    for step in range(1, page_size + 2):
+        (result,) = twin.step(requests)
+        assert result.scores is not None
+        for i, length in enumerate((10 * page_size + step, 6 * page_size + 1 + step)):
+            pages = range(sink, -(-length // page_size) - 1)
+            expected = [page * page_size * 1000 + length - 1 - (page * page_size + page_size - 1) for page in pages]
+            assert result.scores[i, 0, : len(expected)].tolist() == expected
 
 
 # What is counted

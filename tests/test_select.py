@@ -37,14 +37,14 @@ def expected(scores: Sequence[float], k: int) -> list[int]:
 
 
 @given(scores_strategy, st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_top_pages_equals_rank(scores: list[float], data: st.DataObject) -> None:
     k = data.draw(st.integers(0, len(scores)))
     assert select_one(scores, k) == expected(scores, k)
 
 
 @given(st.lists(st.tuples(scores_strategy, st.integers(0, 40)), min_size=1, max_size=5))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_ragged_batch_with_its_own_k_each(rows: list[tuple[list[float], int]]) -> None:
     """Padding, whatever it holds, is never chosen; every request gets exactly its k."""
     width = max(len(scores) for scores, _ in rows)
@@ -61,7 +61,7 @@ def test_ragged_batch_with_its_own_k_each(rows: list[tuple[list[float], int]]) -
 
 
 @given(st.floats(width=32), st.floats(width=32))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_keys_order_as_scores_do(a: float, b: float) -> None:
     first, second = order_key(torch.tensor([a, b])).tolist()
     if math.isnan(a) or math.isnan(b):
@@ -147,7 +147,7 @@ def select_batch(
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_compose_keeps_sink_and_recent_exactly(data: st.DataObject) -> None:
     sink, recent = data.draw(st.integers(0, 4)), data.draw(st.integers(1, 4))
     batch = data.draw(st.integers(1, 4))

@@ -76,6 +76,7 @@ class Call:
         """Requests that got tokens."""
         return [request for request, count in zip(self.requests, self.counts, strict=True) if count]
 
+    @torch.no_grad()
     def attend(
         self,
         layer: int,
@@ -87,7 +88,7 @@ class Call:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> Attended:
-        """Store the new tokens of a layer and attend them.
+        """Store the new tokens of a layer and attend them. Inference only: nothing here has a gradient.
 
         Args:
             layer: layer index; once per call.
