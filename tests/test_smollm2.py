@@ -9,11 +9,11 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from test_transformers import Poisoning, generate
 from transformers import DynamicCache
 
 from kvsieve import Budget, SparseCache
 from kvsieve.models import load_model
+from test_transformers import Poisoning, generate
 
 TEXT = (Path(__file__).parent.parent / "examples" / "jargon.txt").read_text(encoding="utf-8")
 AMPLE = Budget(5000)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from tiny_models import ARCHITECTURES, build
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
 from kvsieve import Budget, ConfigError, NotCroppable, OutOfPages, SparseCache, build_flow
@@ -20,6 +19,7 @@ from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Rows
 from kvsieve.reference import ReferenceSegment
 from kvsieve.runtime import Attended, Call
+from tiny_models import ARCHITECTURES, build
 
 QUEST = "gqa_quest_sparse_attention"
 AMPLE = Budget(1000)
@@ -75,7 +75,9 @@ def test_under_budget_equals_the_models_own_attention(architecture: str, lengths
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Call, int, tuple[torch.Tensor, ...], dict[str, Any], Attended]]:
+def recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> list[tuple[Call, int, tuple[torch.Tensor, ...], dict[str, Any], Attended]]:
     """Every attend of every layer: the call, the layer, q, k, v, the options, the result."""
     records: list[Any] = []
     original = Call.attend
@@ -91,9 +93,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Call, int, tuple[tor
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma2", "gpt_oss"])
 @pytest.mark.parametrize("flow,page_size", [(QUEST, 5), ("gqa_h2o_token_sparse_attention", 1), ("streaming_llm", 3)])
-def test_above_budget_equals_the_reference(
-    architecture: str, flow: str, page_size: int, recorded: list[Any]
-) -> None:
+def test_above_budget_equals_the_reference(architecture: str, flow: str, page_size: int, recorded: list[Any]) -> None:
     """Replays what the model computed, row by row and head by head, through the float64 reference."""
     model = build(architecture)
     ids, mask = padded([40, 9, 1, 33])
@@ -355,7 +355,9 @@ def test_beam_search_under_budget_is_the_models_own(architecture: str) -> None:
     cache = SparseCache(model.config, flow="h2o_token_sparse_attention", budget=AMPLE)
     ours = generate(model, ids, cache, attention_mask=mask, num_beams=3, new=9)[0]
     own = own_attention(model, architecture)
-    assert torch.equal(ours, generate(own, ids, DynamicCache(config=model.config), attention_mask=mask, num_beams=3, new=9)[0])
+    assert torch.equal(
+        ours, generate(own, ids, DynamicCache(config=model.config), attention_mask=mask, num_beams=3, new=9)[0]
+    )
 
 
 @pytest.mark.parametrize("flow", [QUEST, "h2o_token_sparse_attention"])
@@ -391,7 +393,9 @@ def test_assisted_decoding_under_budget_is_the_models_own() -> None:
     for flow in (QUEST, "h2o_token_sparse_attention"):
         cache = SparseCache(model.config, flow=flow, budget=AMPLE)
         ours = generate(model, ids, cache, prompt_lookup_num_tokens=3)[0]
-        own = generate(own_attention(model, "llama"), ids, DynamicCache(config=model.config), prompt_lookup_num_tokens=3)[0]
+        own = generate(
+            own_attention(model, "llama"), ids, DynamicCache(config=model.config), prompt_lookup_num_tokens=3
+        )[0]
         assert torch.equal(ours, own)
 
 
@@ -406,7 +410,9 @@ def test_crop_forgets_columns_and_refuses_what_state_cannot_undo() -> None:
     assert cropped.lengths == kept.lengths == [25, 0]
     tail, tail_mask = ids[:, 25:], mask
     outs = [model(tail, attention_mask=tail_mask, past_key_values=cache).logits for cache in (kept, cropped)]
-    torch.testing.assert_close(outs[0][tail_mask[:, 25:].bool()], outs[1][tail_mask[:, 25:].bool()], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        outs[0][tail_mask[:, 25:].bool()], outs[1][tail_mask[:, 25:].bool()], rtol=1e-4, atol=1e-4
+    )
     stateful = SparseCache(model.config, flow="h2o_token_sparse_attention", budget=TIGHT)
     model(ids, attention_mask=mask, past_key_values=stateful)
     model(prompt(2, 1), past_key_values=stateful)

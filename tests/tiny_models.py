@@ -50,7 +50,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 def build(architecture: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A tiny model with ``attn_implementation="kvsieve"``, weights large enough for attention to matter."""
     family, changes = ARCHITECTURES[architecture]
-    arguments = {key: value for key, value in {**COMMON, **changes}.items() if not (key == "head_dim" and value is None)}
+    arguments = {
+        key: value for key, value in {**COMMON, **changes}.items() if not (key == "head_dim" and value is None)
+    }
     config = getattr(transformers, f"{family}Config")(**arguments)
     torch.manual_seed(seed)
     model: PreTrainedModel = getattr(transformers, f"{family}ForCausalLM")(config)

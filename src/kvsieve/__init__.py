@@ -1,4 +1,4 @@
-"""kvsieve: decode-time sparse attention, written once for one request and one KV head, run batched, paged and checked."""
+"""kvsieve: decode-time sparse attention, written for one request and one KV head, run batched, paged and checked."""
 
 from __future__ import annotations
 

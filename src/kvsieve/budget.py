@@ -80,8 +80,8 @@ class Budget:
         topk = total - sink - recent
         if topk < 0:
             raise ConfigError(
-                f"a budget of {n} tokens is {total} pages of {page_size}: expected at least {sink} sink and "
-                f"{recent} recent pages; raise the budget to {(sink + recent) * page_size} tokens or lower "
+                f"a budget of {n} tokens is {total} page(s) of {page_size}: expected at least {sink} sink and "
+                f"{recent} recent page(s); raise the budget to {(sink + recent) * page_size} tokens or lower "
                 "sink_tokens / recent_tokens"
             )
         return cls(topk, sink, recent) if selects else cls(0, sink, recent + topk)

@@ -47,7 +47,8 @@ class UnknownName(ConfigError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         known = sorted(known)
-        near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        near = [one for one in known if name and (name in one or one in name)][:3]
+        near = near or difflib.get_close_matches(name, known, n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known) or 'none'}"
         super().__init__(f"unknown {kind} {name!r}: {hint}")
 

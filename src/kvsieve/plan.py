@@ -91,9 +91,7 @@ class Plan:
         width = max(tables.pages(length) for length in lengths)
         self._block_table = tables.blocks[slots, :width]
         self._row_table = tables.rows[slots, :width]
-        self.rows = Rows(
-            starts, tuple(counts), lengths, self._block_table.to(device), torch.tensor(lengths, device=device)
-        )
+        self.rows = Rows(starts, tuple(counts), lengths, self._send(self._block_table), self._send(lengths))
         self.writes = self._writes(entered)
         self._quotas: dict[tuple[Budget, bool, bool], Quota] = {}
 
@@ -112,9 +110,7 @@ class Plan:
         token = torch.arange(len(request)) - first[request] + torch.tensor(self.rows.starts)[request]
         blocks, offsets = self._block_table[request, token // p], token % p
         filled = blocks[offsets == p - 1]
-        device = self.device
-        rows = torch.tensor(entered, dtype=torch.int64, device=device)
-        return Writes(blocks.to(device), offsets.to(device), filled.to(device), rows)
+        return Writes(*(self._send(x) for x in (blocks, offsets, filled, entered)))
 
     def _quota(self, budget: Budget, scores: bool, stateful: bool) -> Quota:
         pages = [-(-length // self.page_size) for length in self.rows.lengths]
@@ -127,19 +123,18 @@ class Plan:
         ]
         topk = [kept[i] - budget.sink - budget.recent if pages[i] > kept[i] else 0 for i in scored]
         window = self._window(budget, scored, [budget.window(pages[i]) for i in scored], topk) if scored else None
-        device = self.device
         return Quota(
             budget.sink,
             budget.recent,
-            torch.tensor(pages, device=device),
-            torch.tensor(counts, device=device),
+            self._send(pages),
+            self._send(counts),
             max(counts),
             counts != pages,
             window,
         )
 
     def _window(self, budget: Budget, scored: list[int], widths: list[int], topk: list[int]) -> Window:
-        width, p, device = max(widths), self.page_size, self.device
+        width, p = max(widths), self.page_size
         requests = torch.tensor(scored)
         valid = torch.arange(width) < torch.tensor(widths)[:, None]
         columns = slice(budget.sink, budget.sink + width)
@@ -148,5 +143,21 @@ class Plan:
         rows = torch.where(valid, self._row_table[requests, columns], null)
         position = ((budget.sink + torch.arange(width)) * p).expand(len(scored), width)
         age = torch.tensor([self.rows.lengths[i] for i in scored])[:, None] - p - position
-        tensors = (requests, blocks, rows, valid, position.float(), age.float(), torch.tensor(topk))
-        return Window(*(tensor.to(device) for tensor in tensors), max(topk), sum(widths))
+        return Window(
+            requests=self._send(requests),
+            blocks=self._send(blocks),
+            rows=self._send(rows),
+            valid=self._send(valid),
+            position=self._send(position.float()),
+            age=self._send(age.float()),
+            topk=self._send(topk),
+            max_topk=max(topk),
+            total_pages=sum(widths),
+        )
+
+    def _send(self, values: torch.Tensor | Sequence[int]) -> torch.Tensor:
+        """Host values on the plan's device; a CUDA copy is queued, never waited for."""
+        tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.int64)
+        if self.device.type != "cuda":
+            return tensor.to(self.device)
+        return tensor.contiguous().pin_memory().to(self.device, non_blocking=True)

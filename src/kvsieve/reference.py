@@ -142,7 +142,9 @@ class ReferenceSegment:
 def rank(scores: torch.Tensor) -> list[int]:
     """Window pages, best first: higher score, -0 equals +0, NaN below -inf, the older page at equal rank."""
     values = [float(score) for score in scores]
-    return sorted(range(len(values)), key=lambda i: (values[i] != values[i], -values[i] if values[i] == values[i] else 0.0, i))
+    return sorted(
+        range(len(values)), key=lambda i: (values[i] != values[i], -values[i] if values[i] == values[i] else 0.0, i)
+    )
 
 
 def _widen(value: torch.Tensor) -> torch.Tensor:

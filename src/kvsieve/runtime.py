@@ -258,7 +258,9 @@ class Runtime:
     def _refuse_preempted(self, requests: Sequence[RequestId]) -> None:
         out = [request for request in requests if request in self._preempted]
         if out:
-            raise ConfigError(f"expected requests that are in the pool, received preempted ones {out}; resume them first")
+            raise ConfigError(
+                f"expected requests that are in the pool, received preempted ones {out}; resume them first"
+            )
 
     def _refuse_hole(self, index: int) -> None:
         """A layer that starts when requests have a past would never have stored that past."""

@@ -6,6 +6,8 @@ from kvsieve.backends.base import Backend
 from kvsieve.backends.eager import EagerBackend
 from kvsieve.errors import UnknownName
 
+__all__ = ["Backend", "backend_names", "get_backend"]
+
 _BACKENDS: dict[str, type[Backend]] = {"eager": EagerBackend}
 
 

@@ -36,7 +36,7 @@ def prefill_request(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: 
         out = torch.nn.functional.scaled_dot_product_attention(
             queries, k[None], v[None], is_causal=True, scale=options.scale, enable_gqa=group > 1
         )
-        return out[0].transpose(0, 1).unflatten(1, (heads, group))
+        return _grouped(out[0], heads)
     parts = []
     for first in range(0, n, PREFILL_ROWS):
         rows = min(PREFILL_ROWS, n - first)
@@ -44,7 +44,7 @@ def prefill_request(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: 
         allowed = torch.ones(rows, last, dtype=torch.bool, device=q.device).tril(last - rows)
         part = queries[:, :, first : first + rows]
         parts.append(attend_masked(part, k[None, :, :last], v[None, :, :last], allowed, options)[0])
-    return torch.cat(parts, 1).transpose(0, 1).unflatten(1, (heads, group))
+    return _grouped(torch.cat(parts, 1), heads)
 
 
 def attend_masked(
@@ -65,6 +65,11 @@ def attend_masked(
         lse = torch.logaddexp(lse, options.sinks.float().reshape(-1, 1, 1))
     probabilities = torch.where(allowed, torch.exp(logits - lse), 0.0)
     return torch.matmul(probabilities, v.float()).to(q.dtype)
+
+
+def _grouped(out: torch.Tensor, heads: int) -> torch.Tensor:
+    """[Hq, n, Dv] -> [n, H, G, Dv]."""
+    return out.transpose(0, 1).reshape(out.shape[1], heads, -1, out.shape[2])
 
 
 def _logits(products: torch.Tensor, options: AttentionOptions) -> torch.Tensor:

@@ -72,7 +72,10 @@ class Backend(ABC):
     def attend(
         self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exact attention over the selection: q [B, H, G, D] -> out [B, H, G, Dv] in q's dtype, lse [B, H, G] float32."""
+        """Exact attention over the selection.
+
+        q [B, H, G, D] -> out [B, H, G, Dv] in q's dtype, lse [B, H, G] float32.
+        """
 
     @abstractmethod
     def prefill(

@@ -45,7 +45,7 @@ class EagerBackend(Backend):
     def summarize(self, flow: EagerFlow, pool: LayerPool, blocks: torch.Tensor) -> None:
         if flow.summarize is None or not len(blocks):
             return
-        fields = {name: _flat(pool_field.index_select(1, blocks)) for name, pool_field in (("k", pool.k), ("v", pool.v))}
+        fields = {name: field.index_select(1, blocks).flatten(0, 1) for name, field in (("k", pool.k), ("v", pool.v))}
         valid = torch.ones(len(blocks) * pool.num_kv_heads, 1, dtype=torch.bool, device=blocks.device)
         for name, value in _run(flow.summarize, valid, fields).items():
             target = pool.summaries[name]
@@ -108,9 +108,7 @@ class EagerBackend(Backend):
                 keys, values = k[new].transpose(0, 1), v[new].transpose(0, 1)
             else:
                 pages = rows.table[index : index + 1, : -(-length // pool.page_size)]
-                keys, values = (
-                    gather_pages(field, pages).flatten(1, 2)[:, :length] for field in (pool.k, pool.v)
-                )
+                keys, values = (gather_pages(field, pages).flatten(1, 2)[:, :length] for field in (pool.k, pool.v))
             out.append(prefill_request(q[new], keys, values, options))
         return torch.cat(out)
 
@@ -134,7 +132,3 @@ def _run(program: Program, valid: torch.Tensor, fields: Mapping[str, torch.Tenso
     """Run a program on float32 inputs."""
     inputs = (fields[name].float() if fields[name].is_floating_point() else fields[name] for name in program.inputs)
     return dict(zip(program.outputs, program.module(valid, *inputs), strict=True))
-
-
-def _flat(pages: torch.Tensor) -> torch.Tensor:
-    return pages.flatten(0, 1)

@@ -74,7 +74,7 @@ class LayerPool:
 
     def save(self, blocks: Sequence[int], rows: Sequence[int]) -> dict[str, torch.Tensor]:
         """The content of blocks and rows, on the CPU."""
-        saved = {}
+        saved: dict[str, torch.Tensor] = {}
         for index, fields in ((blocks, self._by_block()), (rows, self.state)):
             places = torch.tensor(index, dtype=torch.int64, device=self.device)
             saved |= {name: field[:, places].cpu() for name, field in fields.items()}

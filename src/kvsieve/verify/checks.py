@@ -29,9 +29,9 @@ class Fault(AssertionError):
 
 @dataclass
 class Numbers:
-    """What was seen so far: comparisons per stage, worst error relative to its bound, selections against the reference.
+    """What was seen so far: comparisons per stage, worst error over its bound, selections against the reference.
 
-    ``agreed`` of ``selections`` equal the reference's; ``boundary`` is the narrowest top-k boundary met, in ulp of float32.
+    ``agreed`` of ``selections`` equal the reference's; ``boundary`` is the narrowest top-k boundary, in float32 ulp;
     ``drift`` is the largest relative distance of stored state from the reference's own trajectory.
     """
 
@@ -108,7 +108,7 @@ def expected_selection(scores: torch.Tensor | None, pages: int, kept: int, sink:
 
 
 def boundary_ulp(scores: torch.Tensor, topk: int) -> float:
-    """Distance of the last chosen score from the first one left out, in float32 ulp of the larger; inf if none is cut."""
+    """Distance of the last chosen score from the first one left out, in float32 ulp; inf if none is left out."""
     if not 0 < topk < len(scores):
         return float("inf")
     order = rank(scores)
@@ -116,7 +116,9 @@ def boundary_ulp(scores: torch.Tensor, topk: int) -> float:
     scale = max(abs(inside), abs(outside))
     if inside != inside or outside != outside or scale == float("inf"):
         return float("inf") if inside != outside else 0.0
-    ulp = float(torch.finfo(torch.float32).eps) * 2.0 ** (torch.frexp(torch.tensor(scale, dtype=F64)).exponent.item() - 1)
+    ulp = float(torch.finfo(torch.float32).eps) * 2.0 ** (
+        torch.frexp(torch.tensor(scale, dtype=F64)).exponent.item() - 1
+    )
     return abs(inside - outside) / ulp if ulp else 0.0
 
 

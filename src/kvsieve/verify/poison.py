@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 import kvsieve.paging.pool
-from kvsieve.paging.allocator import NULL_BLOCK
+from kvsieve.paging.allocator import NULL_BLOCK, BlockAllocator, BlockId
 from kvsieve.paging.pool import LayerPool
 from kvsieve.runtime import Runtime
 
@@ -37,11 +37,16 @@ def poisoned_pools() -> Iterator[None]:
 def spoil_free_memory(runtime: Runtime) -> None:
     """Poison every block and row that no request and no prefix holds, the null ones included."""
     tables = runtime.tables
-    blocks = [block for block in range(tables.block_allocator.capacity) if not tables.block_allocator.references(block)]
-    rows = [row for row in range(tables.row_allocator.capacity) if not tables.row_allocator.references(row)]
+    blocks = _unheld(tables.block_allocator)
+    rows = _unheld(tables.row_allocator)
     assert NULL_BLOCK in blocks
     for _, layer in runtime.layers.items():
         _spoil(layer.pool, blocks, rows)
+
+
+def _unheld(allocator: BlockAllocator) -> list[BlockId]:
+    everything = (BlockId(block) for block in range(allocator.capacity))
+    return [block for block in everything if not allocator.references(block)]
 
 
 def _spoil(pool: LayerPool, blocks: Sequence[int], rows: Sequence[int]) -> None:

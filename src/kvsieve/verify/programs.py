@@ -251,8 +251,9 @@ def fuzz(
             numbers.merge(run_program(program, backend))
         except Exception as error:
             minimal = shrink(program, lambda candidate: fault_of(candidate, backend))
-            return FuzzResult(index + 1, done + len(program.events), numbers, minimal, fault_of(minimal, backend) or error)
+            return FuzzResult(
+                index + 1, done + len(program.events), numbers, minimal, fault_of(minimal, backend) or error
+            )
         done += len(program.events)
         progress()
     return FuzzResult(programs, done, numbers)
-

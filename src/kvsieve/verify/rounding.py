@@ -1,8 +1,8 @@
 """How far rounding may carry a result: bounds derived from the data, by Monte Carlo arithmetic.
 
-A computation in a format with unit roundoff ``u`` is repeated in float64 while every operation's result is multiplied by
-``1 + u * xi``, ``xi`` normal (D. S. Parker, Monte Carlo Arithmetic, UCLA CSD-970002, 1997). The spread of the repetitions
-is the standard deviation of the rounding error for exactly these data: cancellation, condition and length are in it.
+A computation in a format with unit roundoff ``u`` is repeated in float64 while every operation's result is multiplied
+by ``1 + u * xi``, ``xi`` normal (D. S. Parker, Monte Carlo Arithmetic, UCLA CSD-970002, 1997). The spread of the
+repetitions is the standard deviation of the rounding error for these very data: condition and length are in it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,24 @@ SIGMAS = 8.0
 UNDERFLOW = 2.0**-106
 """What float32 may lose below its smallest normal number, 2**-126, times a large factor met on the way."""
 
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # Ops that pick or move values and round nothing.
-EXACT = frozenset(
-    "reshape view _unsafe_view flatten unflatten squeeze unsqueeze permute transpose swapaxes swapdims movedim moveaxis t "
-    "numpy_T mT expand expand_as broadcast_to slice select narrow index_select index gather cat concat concatenate stack "
-    "split split_with_sizes chunk unbind maximum minimum fmax fmin neg abs amax amin max min sort topk median flip where "
-    "masked_fill relu clamp clamp_min clamp_max sign sgn clone contiguous detach alias lift_fresh_copy full zeros ones "
-    "new_full new_zeros new_ones full_like zeros_like ones_like scalar_tensor arange max_pool1d_same floor ceil round "
-    "trunc frac pad constant_pad_nd".split()
+EXACT = _names(
+    "reshape view _unsafe_view flatten unflatten squeeze unsqueeze permute transpose swapaxes swapdims movedim "
+    "moveaxis t numpy_T mT expand expand_as broadcast_to slice select narrow index_select index gather cat "
+    "concat concatenate stack split split_with_sizes chunk unbind maximum minimum fmax fmin neg abs amax amin "
+    "max min sort topk median flip where masked_fill relu clamp clamp_min clamp_max sign sgn clone contiguous "
+    "detach alias lift_fresh_copy full zeros ones new_full new_zeros new_ones full_like zeros_like ones_like "
+    "scalar_tensor arange max_pool1d_same floor ceil round trunc frac pad constant_pad_nd"
 )
 # Ops that add up many products or terms: their operands are perturbed too, so that a cancelling sum keeps its error.
-SUMS = frozenset(
-    "sum mean var std cumsum cumprod prod softmax _softmax log_softmax _log_softmax logsumexp linalg_vector_norm matmul mm "
-    "bmm mv dot linear einsum avg_pool1d layer_norm".split()
+SUMS = _names(
+    "sum mean var std cumsum cumprod prod softmax _softmax log_softmax _log_softmax logsumexp linalg_vector_norm "
+    "matmul mm bmm mv dot linear einsum avg_pool1d layer_norm"
 )
 
 LOGS = frozenset(("logsumexp", "log_softmax", "_log_softmax"))

@@ -10,7 +10,15 @@ import torch
 
 from kvsieve.graph import FlowGraphs
 from kvsieve.reference import ReferenceSegment, ReferenceStep
-from kvsieve.verify.checks import Numbers, boundary_ulp, compare, expect, expected_selection, gather_fields, storage_bound
+from kvsieve.verify.checks import (
+    Numbers,
+    boundary_ulp,
+    compare,
+    expect,
+    expected_selection,
+    gather_fields,
+    storage_bound,
+)
 from kvsieve.verify.rounding import F64, attention_spread, graph_spread, unit_roundoff
 
 
@@ -28,7 +36,7 @@ class SegmentTwin:
     """Checks one segment stage by stage.
 
     Each stage is judged on what the runtime itself put into it (stored K, V, summaries, the state before the step), so
-    that its bound is its own rounding only; ``reference`` goes its own way in float64 beside it, for drift and agreement.
+    that its bound is its own rounding only; ``reference`` goes its own way in float64, for drift and agreement.
     ``state`` is what the pool must hold, page by page, bit for bit: the initial value, or what a checked step wrote.
     """
 
@@ -87,9 +95,7 @@ class SegmentTwin:
         kept, sink = budget.kept(pages), budget.sink
         window = range(sink, pages - budget.recent)
         graphs = self.graphs
-        scored = bool(
-            graphs and graphs.score and len(window) and (pages > kept or graphs.state_writes)
-        )
+        scored = bool(graphs and graphs.score and len(window) and (pages > kept or graphs.state_writes))
         expect((result.scores is not None) == scored, "score", self.place, f"scored: {not scored}, expected {scored}")
         if scored:
             assert result.scores is not None

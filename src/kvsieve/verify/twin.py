@@ -9,14 +9,14 @@ import torch
 
 from kvsieve.backends import Backend
 from kvsieve.budget import Budget, BudgetLike, budget_for_layer
-from kvsieve.call import Attended
+from kvsieve.call import Attended, Call
 from kvsieve.flow import Flow
 from kvsieve.graph import FlowGraphs, Geometry, trace_flow
 from kvsieve.paging.allocator import NULL_BLOCK
 from kvsieve.reference import ReferenceSegment
 from kvsieve.runtime import CROP_ROWS, RequestId, Runtime
 from kvsieve.verify.checks import Numbers, expect
-from kvsieve.verify.data import Data, IidData, LayerShape
+from kvsieve.verify.data import Data, Draw, IidData, LayerShape
 from kvsieve.verify.poison import spoil_free_memory
 from kvsieve.verify.segment import SegmentTwin, StepResult
 
@@ -84,7 +84,9 @@ class Twin:
         request = self.runtime.admit(keys if family is not None else ())
         length = self.runtime.length(request)
         p = self.options.page_size
-        expect(length % p == 0 and length <= family_pages * p, "life cycle", f"request {request}", f"starts at {length}")
+        expect(
+            length % p == 0 and length <= family_pages * p, "life cycle", f"request {request}", f"starts at {length}"
+        )
         self.requests[request] = self._floors[request] = length
         self._families[request] = (family or 0, family_pages * p if family is not None else 0)
         for layer, shape in enumerate(self.options.shapes):
@@ -103,7 +105,7 @@ class Twin:
         outs = []
         for layer, shape in enumerate(self.options.shapes):
             q, k, v = self._tokens(layer, requests, starts, counts)
-            out = call.attend(layer, *(x.to(self.options.device) for x in (q, k, v)), **self._attention(layer)).out.cpu()
+            out = self._attend(call, layer, (q, k, v)).out.cpu()
             first = 0
             for request, count in zip(requests, counts, strict=True):
                 rows = slice(first, first + count)
@@ -126,7 +128,7 @@ class Twin:
         results = []
         for layer in range(len(self.options.shapes)):
             q, k, v = self._tokens(layer, requests, starts, [1] * len(requests))
-            result = call.attend(layer, *(x.to(self.options.device) for x in (q, k, v)), **self._attention(layer))
+            result = self._attend(call, layer, (q, k, v))
             self._check_step(layer, requests, (q, k, v), result)
             results.append(result)
         self._floors.update({request: self.requests[request] + 1 for request in requests})
@@ -215,9 +217,7 @@ class Twin:
                 expect(same, "storage", segment.place, f"{name} is not what was written")
         segment.check_state(self.numbers, self._rows(pool.state, head, entry.rows))
 
-    def _check_step(
-        self, layer: int, requests: Sequence[RequestId], draw: tuple[torch.Tensor, ...], result: Attended
-    ) -> None:
+    def _check_step(self, layer: int, requests: Sequence[RequestId], draw: Draw, result: Attended) -> None:
         shape, pool = self.options.shapes[layer], self.runtime.layers[layer].pool
         q, k, v = draw
         assert result.selection is not None and result.lse is not None
@@ -239,9 +239,7 @@ class Twin:
                 state = self._rows(pool.state, head, entry.rows)
                 segment = self._segments[layer, request, head]
                 full = (len(segment.reference.k) + 1) // self.options.page_size
-                segment.step(
-                    self.numbers, q[i, mine], k[i, head], v[i, head], summaries[:full], state, received
-                )
+                segment.step(self.numbers, q[i, mine], k[i, head], v[i, head], summaries[:full], state, received)
 
     def _check_new_summaries(self, requests: Sequence[RequestId], starts: Sequence[int]) -> None:
         p = self.options.page_size
@@ -290,13 +288,11 @@ class Twin:
         q, k, v = (torch.cat(part).to(self.options.dtype) for part in zip(*parts, strict=True))
         return q, k, v
 
-    def _attention(self, layer: int) -> dict[str, object]:
+    def _attend(self, call: Call, layer: int, draw: Draw) -> Attended:
+        q, k, v = (x.to(self.options.device) for x in draw)
         sinks = self._sinks(layer)
-        return {
-            "scale": self.options.scale,
-            "softcap": self.options.softcap,
-            "sinks": None if sinks is None else sinks.to(self.options.device),
-        }
+        sinks = None if sinks is None else sinks.to(self.options.device)
+        return call.attend(layer, q, k, v, scale=self.options.scale, softcap=self.options.softcap, sinks=sinks)
 
     def _sinks(self, layer: int) -> torch.Tensor | None:
         if not self.options.sinks:
@@ -310,9 +306,7 @@ class Twin:
         shape = self.options.shapes[layer]
         return trace_flow(
             self.flow,
-            Geometry(
-                self.options.page_size, shape.head_dim, shape.v_head_dim, shape.group, self.options.scale, layer
-            ),
+            Geometry(self.options.page_size, shape.head_dim, shape.v_head_dim, shape.group, self.options.scale, layer),
         )
 
     def _new_segment(self, layer: int, request: RequestId, head: int) -> SegmentTwin:
@@ -350,9 +344,7 @@ class Twin:
         return [(key[0], segment) for key, segment in self._of_keys(request)]
 
     @staticmethod
-    def _rows(
-        fields: Mapping[str, torch.Tensor], head: int, places: Sequence[int]
-    ) -> list[Mapping[str, torch.Tensor]]:
+    def _rows(fields: Mapping[str, torch.Tensor], head: int, places: Sequence[int]) -> list[Mapping[str, torch.Tensor]]:
         picked = {name: field[head, list(places)].cpu() for name, field in fields.items()}
         return [{name: field[i] for name, field in picked.items()} for i in range(len(places))]
 

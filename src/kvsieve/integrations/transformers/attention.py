@@ -75,9 +75,9 @@ def kvsieve_attention(
         return layer.attend(query, key, value, attention_mask, options), None
     if key.shape[2] != query.shape[2]:
         raise ConfigError(
-            f"attn_implementation='{IMPLEMENTATION}': expected K and V from a SparseCache, received {key.shape[2]} cached "
-            f"keys for {query.shape[2]} queries from another cache (dynamic, static, offloaded, quantised, ...); pass "
-            "past_key_values=SparseCache(model.config, ...), or use attn_implementation='sdpa' with that cache"
+            f"attn_implementation='{IMPLEMENTATION}': expected K and V from a SparseCache, received {key.shape[2]} "
+            f"keys for {query.shape[2]} queries from another cache (dynamic, static, offloaded, quantised, ...); "
+            "pass past_key_values=SparseCache(model.config, ...), or use attn_implementation='sdpa' with that cache"
         )
     return dense_attention(query, key, value, attention_mask, options), None
 

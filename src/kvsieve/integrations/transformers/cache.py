@@ -12,11 +12,11 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from kvsieve.backends import Backend
 from kvsieve.backends.base import AttentionOptions
 from kvsieve.budget import BudgetLike
+from kvsieve.call import Call, ReadStats
 from kvsieve.errors import ConfigError
 from kvsieve.flow import Flow
 from kvsieve.integrations.transformers.attention import IMPLEMENTATION, dense_attention, tag
 from kvsieve.paging.table import RequestId
-from kvsieve.call import Call, ReadStats
 from kvsieve.runtime import Runtime
 
 
@@ -52,7 +52,7 @@ class SparseCache(Cache):
         backend: str | Backend = "eager",
     ) -> None:
         self._config = config.get_text_config(decoder=True)
-        layers: list[CacheLayerMixin] = []
+        layers: list[Any] = []
         for index, layer in enumerate(DynamicCache(config=config).layers):
             if type(layer) is DynamicSlidingWindowLayer:
                 layers.append(_SlidingLayer(layer.sliding_window))
@@ -68,10 +68,11 @@ class SparseCache(Cache):
                 f"{type(config).__name__} shares K and V between layers, which SparseCache does not serve; use the "
                 "model's own cache"
             )
-        paged = [index for index, layer in enumerate(layers) if isinstance(layer, _PagedLayer)]
-        unknown = sorted(set(skip_layers) - set(paged))
+        self._paged: dict[int, _PagedLayer] = {i: one for i, one in enumerate(layers) if isinstance(one, _PagedLayer)}
+        self._sliding: list[_SlidingLayer] = [one for one in layers if isinstance(one, _SlidingLayer)]
+        unknown = sorted(set(skip_layers) - set(self._paged))
         if unknown:
-            raise ConfigError(f"skip_layers: expected full-attention layers ({paged}), received {unknown}")
+            raise ConfigError(f"skip_layers: expected full-attention layers ({[*self._paged]}), received {unknown}")
         self.runtime = Runtime(
             flow, budget, page_size=page_size, num_blocks=num_blocks, dense_layers=skip_layers, backend=backend
         )
@@ -90,13 +91,15 @@ class SparseCache(Cache):
         """Real tokens stored per row."""
         return [self.runtime.length(request) for request in self._requests]
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
         """Hand new K and V [B, H, T, D] to the attention function, tagged with their layer."""
         implementation = getattr(self._config, "_attn_implementation", None)
         if implementation != IMPLEMENTATION:
             raise ConfigError(
-                f"SparseCache: expected a model with attn_implementation='{IMPLEMENTATION}', received {implementation!r}; "
-                f"call model.set_attn_implementation('{IMPLEMENTATION}')"
+                f"SparseCache: expected a model with attn_implementation='{IMPLEMENTATION}', received "
+                f"{implementation!r}; call model.set_attn_implementation('{IMPLEMENTATION}')"
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -104,46 +107,54 @@ class SparseCache(Cache):
         """Forget all requests and free their pages; counters and compiled flows stay."""
         self.runtime.finish(self._requests)
         self._requests, self._seen, self._forward = [], None, None
-        super().reset()
+        for layer in (*self._paged.values(), *self._sliding):
+            layer.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row ``i`` continues row ``beam_idx[i]``: full pages are shared, partial ones copied on write."""
         self._pick_rows(beam_idx.tolist())
-        for layer in self.layers:
-            if not isinstance(layer, _PagedLayer):
-                layer.reorder_cache(beam_idx)
+        for layer in self._sliding:
+            layer.reorder_cache(torch.as_tensor(beam_idx, dtype=torch.int64))  # type: ignore[arg-type]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times, one after the other."""
         self._pick_rows([row for row in range(len(self._requests)) for _ in range(repeats)])
-        for layer in self.layers:
-            if not isinstance(layer, _PagedLayer):
-                layer.batch_repeat_interleave(repeats)
+        for layer in self._sliding:
+            layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Only the rows that ``indices`` (places, or a bool mask) names."""
-        rows = torch.arange(len(self._requests))[indices.cpu()].tolist()
-        self._pick_rows(rows)
-        for layer in self.layers:
-            if not isinstance(layer, _PagedLayer):
-                layer.batch_select_indices(indices)
+        self._pick_rows(torch.arange(len(self._requests))[indices.cpu()].tolist())
+        for layer in self._sliding:
+            layer.batch_select_indices(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` columns of the padded batch (a negative number, as Transformers has it).
+        """Forget the last ``-tokens_to_remove`` columns of the padded batch; the number is negative in Transformers.
 
         Raises:
             NotCroppable: the flow keeps state and they reach further back than its last multi-token call.
-            ConfigError: a positive number, or more columns than there are.
+            ConfigError: a positive number, more columns than there are, or a sliding window that forgot them.
         """
         length = 0 if self._seen is None else self._seen.shape[1]
         if not -length <= tokens_to_remove <= 0:
             raise ConfigError(f"crop: expected a number of tokens in [{-length}, 0], received {tokens_to_remove}")
         if self._seen is not None and tokens_to_remove:
+            self._refuse_forgotten()
             seen = self._seen[:, :tokens_to_remove]
             self.runtime.crop(self._requests, seen.sum(1).tolist())
             self._seen, self._forward = seen, None
-        for layer in self.layers:
+        for paged in self._paged.values():
+            paged.length += tokens_to_remove
+        for layer in self._sliding:
             layer.crop(tokens_to_remove)
+
+    def _refuse_forgotten(self) -> None:
+        for layer in self._sliding:
+            if layer.get_seq_length() >= layer.sliding_window and not layer.record_past:
+                raise ConfigError(
+                    "crop: a sliding-window layer has dropped older tokens; call cache.activate_past_recording() "
+                    "before the forward calls that may be rolled back"
+                )
 
     def _pick_rows(self, rows: list[int]) -> None:
         if self._seen is not None:
@@ -163,7 +174,8 @@ class SparseCache(Cache):
         seen = torch.zeros(batch, 0, dtype=torch.bool) if self._seen is None else self._seen
         if seen.shape[0] != batch:
             raise ConfigError(
-                f"expected the {seen.shape[0]} rows that the cache holds, received {batch}; use cache.reset() or a new cache"
+                f"expected the {seen.shape[0]} rows that the cache holds, received {batch}; use cache.reset() or a new "
+                "cache"
             )
         new = _new_tokens(mask, seen, batch, rows)
         if not self._requests:
@@ -204,14 +216,14 @@ class _Forward:
         return out
 
 
-class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
+class _PagedLayer(CacheLayerMixin):
     """A full-attention layer: K and V live in the runtime's pool."""
 
     is_sliding = False
     is_croppable = True
 
     def __init__(self, cache: SparseCache, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.cache, self.index, self.length = cache, index, 0
         self._waiting = False
 
@@ -221,8 +233,8 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self._waiting:
             raise ConfigError(
-                f"layer {self.index}: expected kvsieve's attention after the cache update, but the model never called it; "
-                f"use a model whose attention goes through attn_implementation='{IMPLEMENTATION}'"
+                f"layer {self.index}: expected kvsieve's attention after the cache update, but the model never called "
+                f"it; use a model whose attention goes through attn_implementation='{IMPLEMENTATION}'"
             )
         self.lazy_initialization(key_states, value_states)
         self._waiting = True
@@ -240,8 +252,8 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._waiting = False
         if mask is not None and mask.dim() != 2:
             raise ConfigError(
-                f"layer {self.index}: expected a 2-D attention_mask [batch, length], received {list(mask.shape)}; custom "
-                "4-D masks need attn_implementation='sdpa'"
+                f"layer {self.index}: expected a 2-D attention_mask [batch, length], received {list(mask.shape)}; "
+                "custom 4-D masks need attn_implementation='sdpa'"
             )
         forward = self.cache.forward_of(self, query.shape[0], query.shape[2], mask)
         out = forward.attend(self.index, query, key, value, options)
@@ -257,14 +269,11 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_max_length(self) -> int:
         return -1
 
-    def crop(self, tokens_to_remove: int) -> None:
-        self.length += tokens_to_remove
-
     def reset(self) -> None:
         self.length, self._waiting, self.is_initialized = 0, False, False
 
 
-class _SlidingLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]
+class _SlidingLayer(DynamicSlidingWindowLayer):
     """A sliding-window layer: stored and masked as the model does it, dense within its window."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -300,12 +309,12 @@ def _new_tokens(mask: torch.Tensor | None, seen: torch.Tensor, batch: int, rows:
     mask = mask.to("cpu", torch.bool)
     if mask.shape != (batch, seen.shape[1] + rows):
         raise ConfigError(
-            f"attention_mask: expected {[batch, seen.shape[1] + rows]} (cached + new tokens), received {list(mask.shape)}"
+            f"attention_mask: expected {[batch, seen.shape[1] + rows]} (cached + new tokens), received "
+            f"{list(mask.shape)}"
         )
     if not torch.equal(mask[:, : seen.shape[1]], seen):
         raise ConfigError(
-            "attention_mask hides or shows cached tokens that were stored otherwise; keep the mask of earlier calls and "
-            "append to it, or start a new cache"
+            "attention_mask hides or shows cached tokens that were stored otherwise; keep the mask of earlier calls "
+            "and append to it, or start a new cache"
         )
     return mask[:, seen.shape[1] :]
-
