@@ -68,6 +68,19 @@ class IidData:
         return self.shape_draw(q, k, v, layer, owner, token)
 
 
+class BulkData(IidData):
+    """Independent normal numbers, a generator a call: fast, for requests that are neither forked nor cropped."""
+
+    def tokens(
+        self, shape: LayerShape, layer: int, request: int, start: int, count: int, family: tuple[int, int]
+    ) -> Draw:
+        random = torch.Generator().manual_seed(hash((self.seed, layer, request, start)) % 2**62)
+        h, g, d, dv = shape.heads, shape.group, shape.head_dim, shape.v_head_dim
+        sizes = ((count, h * g, d), (count, h, d), (count, h, dv))
+        q, k, v = (torch.randn(size, generator=random) for size in sizes)
+        return q * self.q_scale, k * self.k_scale, v
+
+
 class PlantedData(IidData):
     """Heavy hitters and a sink, as real models have them.
 

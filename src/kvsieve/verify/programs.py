@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from kvsieve.backends import Backend
 from kvsieve.budget import Budget
 from kvsieve.errors import NotCroppable, OutOfPages
-from kvsieve.flow import list_flows, load_flow
+from kvsieve.flow import Flow, list_flows, load_flow
 from kvsieve.runtime import CROP_ROWS, RequestId
 from kvsieve.verify.checks import Fault, Numbers, expect
 from kvsieve.verify.data import KINDS, LayerShape
@@ -48,11 +48,14 @@ class Program:
         )
 
 
-def random_program(seed: int, flow: str | None = None, events: int = 50) -> Program:
-    """A programme drawn from a seed; a pool so small that blocks are recycled all the time."""
+def random_program(seed: int, flow: str | None = None, events: int = 50, built: Flow | None = None) -> Program:
+    """A programme drawn from a seed; a pool so small that blocks are recycled all the time.
+
+    ``built`` is the flow that ``flow`` names, where its arguments are not the default ones.
+    """
     draw = random.Random(seed)
     name = flow or draw.choice(sorted(list_flows()))
-    built = load_flow(name)
+    built = built or load_flow(name)
     page_size = built.page_size or draw.choice((1, 2, 3, 5))
     shapes = tuple(_random_shape(draw) for _ in range(draw.choice((1, 1, 2))))
     topk = draw.randint(0, 3) if built.score else 0
@@ -74,8 +77,10 @@ def _random_events(draw: random.Random, count: int) -> Iterator[Event]:
         yield (verb, *(draw.randrange(1 << 16) for _ in range(3)))
 
 
-def run_program(program: Program, backend: str | Backend = "eager") -> Numbers:
+def run_program(program: Program, backend: str | Backend = "eager", built: Flow | None = None) -> Numbers:
     """Run a programme on the real stack beside the reference, checking everything after every event.
+
+    ``built`` is the flow that the programme names, where its arguments are not the default ones.
 
     Raises:
         Fault: the runtime is wrong beyond rounding.
@@ -84,7 +89,8 @@ def run_program(program: Program, backend: str | Backend = "eager") -> Numbers:
         program.page_size, program.shapes, num_blocks=program.num_blocks, dense_layers=program.dense_layers
     )
     with poisoned_pools():
-        twin = Twin(load_flow(program.flow), program.budget, options, KINDS[program.data](program.seed), backend)
+        flow = built or load_flow(program.flow)
+        twin = Twin(flow, program.budget, options, KINDS[program.data](program.seed), backend)
         for event in program.events:
             run_event(twin, program, event)
         twin.finish(list(twin.requests))

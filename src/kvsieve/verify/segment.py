@@ -43,6 +43,7 @@ class SegmentTwin:
     def __init__(self, reference: ReferenceSegment, graphs: FlowGraphs | None, dtype: torch.dtype, place: str) -> None:
         self.reference, self.graphs, self.dtype, self.place = reference, graphs, dtype, place
         self.state: list[dict[str, torch.Tensor]] = []
+        self.sharp = True  # derive bounds from the data, or keep to a flat relative one
 
     def fork(self, place: str) -> SegmentTwin:
         """A copy with a future of its own."""
@@ -63,18 +64,18 @@ class SegmentTwin:
             self.reference._write(key, value)
             self._enter()
 
-    def extend(self, numbers: Numbers, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
-        """A prefill call: q [n, G, D], k [n, D], v [n, Dv], received out [n, G, Dv]."""
-        start = len(self.reference.k)
-        self.write(k, v)
+    def check_prefill(self, numbers: Numbers, q: torch.Tensor, out: torch.Tensor) -> None:
+        """The newest n tokens' outputs: q [n, G, D], received out [n, G, Dv]."""
         if not self._finite():
             return
         keys, values = torch.stack(self.reference.k), torch.stack(self.reference.v)
+        rows = torch.arange(len(keys) - len(q), len(keys))
         # A dense library kernel may round probabilities to the input's dtype; a float32 one computes in float32.
-        u = unit_roundoff(self.dtype)
-        seen = torch.arange(len(keys)) <= torch.arange(start, start + len(q))[:, None]
-        exact, bound = self._attention(q, keys, values, seen, u)
-        compare(numbers, "output", f"{self.place} prefill from {start}", out, exact["out"], bound["out"])
+        exact, bound = self._attention(
+            q, keys, values, torch.arange(len(keys)) <= rows[:, None], unit_roundoff(self.dtype)
+        )
+        place = f"{self.place} prefill from {len(keys) - len(q)}"
+        compare(numbers, "output", place, out, exact["out"], bound["out"])
 
     def step(
         self,
@@ -132,7 +133,7 @@ class SegmentTwin:
             return
         tokens = slice(page * self.reference.page_size, (page + 1) * self.reference.page_size)
         inputs = {"k": torch.stack(self.reference.k[tokens]), "v": torch.stack(self.reference.v[tokens])}
-        exact, bound = graph_spread(self.graphs.summarize, inputs)
+        exact, bound = graph_spread(self.graphs.summarize, inputs, sharp=self.sharp)
         for name, value in exact.items():
             limit = storage_bound(bound[name], value, stored[name].dtype)
             compare(numbers, "summary", f"{self.place} page {page} {name}", stored[name], value, limit)
@@ -158,7 +159,7 @@ class SegmentTwin:
             **gather_fields([summaries[page] for page in window]),
             **gather_fields([self.state[page] for page in window]),
         }
-        exact, bound = graph_spread(self.graphs.score, inputs)
+        exact, bound = graph_spread(self.graphs.score, inputs, sharp=self.sharp)
         compare(numbers, "score", self.place, scores, exact["scores"], bound["scores"])
         for name in self.graphs.state_writes:
             for place, page in enumerate(window):
@@ -197,7 +198,7 @@ class SegmentTwin:
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         reference = self.reference
         scale = q.shape[-1] ** -0.5 if reference.scale is None else reference.scale
-        return attention_spread(q.to(F64), k, v, mask, scale, reference.softcap, reference.sinks, u)
+        return attention_spread(q.to(F64), k, v, mask, scale, reference.softcap, reference.sinks, u, self.sharp)
 
     def _enter(self) -> None:
         """The state of a page that entered with the newest token."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import torch
 from kvsieve.backends import Backend
 from kvsieve.budget import Budget, BudgetLike, budget_for_layer
 from kvsieve.call import Attended, Call
-from kvsieve.flow import Flow
+from kvsieve.flow import Flow, extra_parameters
 from kvsieve.graph import FlowGraphs, Geometry, trace_flow
 from kvsieve.paging.allocator import NULL_BLOCK
 from kvsieve.reference import ReferenceSegment
@@ -19,6 +20,10 @@ from kvsieve.verify.checks import Numbers, expect
 from kvsieve.verify.data import Data, Draw, IidData, LayerShape
 from kvsieve.verify.poison import spoil_free_memory
 from kvsieve.verify.segment import SegmentTwin, StepResult
+
+
+MANY_PAGES = 400
+"""Of a call that fills more pages, so many are drawn for the comparison of summaries."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class Twin:
         data: where q, k and v come from.
         backend: a backend or its name.
         spoil: poison free memory after every event.
+        judged: share of the segment steps whose bound is derived from the data; the others must keep to 1e-5 of the
+            largest value, which costs a tenth.
 
     Every method raises :class:`Fault` when the runtime is wrong beyond rounding; ``numbers`` says what was seen.
     """
@@ -57,6 +64,7 @@ class Twin:
         data: Data | None = None,
         backend: str | Backend = "eager",
         spoil: bool = True,
+        judged: float = 1.0,
     ) -> None:
         self.flow, self.budget, self.options, self.spoil = flow, budget, options, spoil
         self.data = data or IidData(0)
@@ -69,11 +77,13 @@ class Twin:
             backend=backend,
         )
         self.numbers = Numbers()
+        self._judge, self._judged = random.Random(0), judged
         self.requests: dict[RequestId, int] = {}  # tokens that each must have
         self.out: set[RequestId] = set()  # preempted
         self._floors: dict[RequestId, int] = {}
         self._segments: dict[tuple[int, RequestId, int], SegmentTwin] = {}
         self._families: dict[RequestId, tuple[int, int]] = {}  # family and how many tokens of it are the request's own
+        self._traced: dict[Geometry, FlowGraphs] = {}
         self._graphs = [self._trace(layer) for layer in range(len(options.shapes))]
 
     # The life of a request, on both sides
@@ -98,8 +108,8 @@ class Twin:
         self._after()
         return request
 
-    def extend(self, requests: Sequence[RequestId], counts: Sequence[int]) -> list[torch.Tensor]:
-        """Prefill; returns the outputs of the layers."""
+    def extend(self, requests: Sequence[RequestId], counts: Sequence[int], compare: bool = True) -> list[torch.Tensor]:
+        """Prefill; returns the outputs of the layers. ``compare=False`` stores the tokens and judges no output."""
         starts = [self.requests[request] for request in requests]
         call = self.runtime.extend(requests, counts)
         outs = []
@@ -113,7 +123,9 @@ class Twin:
                 for head in range(shape.heads if count else 0):
                     mine = slice(head * shape.group, (head + 1) * shape.group)
                     segment = self._segments[layer, request, head]
-                    segment.extend(self.numbers, q[rows, mine], k[rows, head], v[rows, head], out[rows, mine])
+                    segment.write(k[rows, head], v[rows, head])
+                    if compare:
+                        segment.check_prefill(self.numbers, q[rows, mine], out[rows, mine])
             outs.append(out)
         for request, start, count in zip(requests, starts, counts, strict=True):
             if count:
@@ -238,6 +250,7 @@ class Twin:
                 summaries = self._rows(pool.summaries, head, entry.blocks)
                 state = self._rows(pool.state, head, entry.rows)
                 segment = self._segments[layer, request, head]
+                segment.sharp = self._judge.random() < self._judged
                 full = (len(segment.reference.k) + 1) // self.options.page_size
                 segment.step(self.numbers, q[i, mine], k[i, head], v[i, head], summaries[:full], state, received)
 
@@ -249,7 +262,11 @@ class Twin:
                 if layer in self.runtime.layers:
                     pool = self.runtime.layers[layer].pool
                     stored = self._rows(pool.summaries, head, entry.blocks)
-                    for page in range(start // p, entry.length // p):
+                    segment.sharp = self._judge.random() < self._judged
+                    pages: Sequence[int] = range(start // p, entry.length // p)
+                    if len(pages) > MANY_PAGES:
+                        pages = [pages[0], pages[-1], *self._judge.sample(pages, MANY_PAGES)]
+                    for page in pages:
                         segment.check_summary(self.numbers, page, stored[page])
 
     def _scored(self, layer: int, requests: Sequence[RequestId]) -> list[RequestId]:
@@ -303,11 +320,18 @@ class Twin:
     def _trace(self, layer: int) -> FlowGraphs | None:
         if layer in self.options.dense_layers:
             return None
-        shape = self.options.shapes[layer]
-        return trace_flow(
-            self.flow,
-            Geometry(self.options.page_size, shape.head_dim, shape.v_head_dim, shape.group, self.options.scale, layer),
+        shape, wanted = self.options.shapes[layer], extra_parameters(self.flow)
+        geometry = Geometry(
+            self.options.page_size,
+            shape.head_dim,
+            shape.v_head_dim,
+            shape.group,
+            self.options.scale if "scale" in wanted else None,
+            layer if "layer" in wanted else 0,
         )
+        if geometry not in self._traced:
+            self._traced[geometry] = trace_flow(self.flow, geometry)
+        return self._traced[geometry]
 
     def _new_segment(self, layer: int, request: RequestId, head: int) -> SegmentTwin:
         dense = layer in self.options.dense_layers

@@ -1,0 +1,185 @@
+"""The checks that a flow must pass on a backend: what each shows, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvsieve.budget import Budget
+from kvsieve.verify.checks import Numbers
+from kvsieve.verify.data import BrokenRequestData, BulkData, Data, ExtremeData, LayerShape, PlantedData, TiedData
+from kvsieve.verify.metamorphic import METAMORPHIC
+from kvsieve.verify.poison import poisoned_pools
+from kvsieve.verify.subject import Subject
+
+GROUPS, HEAD_DIMS, PAGE_SIZES, KV_HEADS = (1, 3, 4, 7, 8, 24), (64, 80, 128), (1, 5, 16, 33), (1, 3, 5)
+GRID_JUDGED = 0.02
+
+
+@dataclass(frozen=True)
+class Check:
+    """A named check; ``run`` returns what it saw or raises Fault."""
+
+    name: str
+    shows: str
+    run: Callable[[Subject], Numbers]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A check's result: ``error`` is None when it passed."""
+
+    check: str
+    numbers: Numbers = field(default_factory=Numbers)
+    error: Exception | None = None
+
+
+def boundary_lengths(page_size: int, budget: Budget) -> list[int]:
+    """Prompt lengths around every boundary: one token, a page, the budget; steps then cross them."""
+    p, kept = page_size, budget.kept(0)
+    wanted = {
+        1,
+        p - 1,
+        p,
+        p + 1,
+        kept * p - 2,
+        kept * p - 1,
+        kept * p,
+        kept * p + 1,
+        (kept + 1) * p,
+        (kept + 2) * p - 1,
+    }
+    return sorted(length for length in wanted if length > 0)
+
+
+def drive(
+    subject: Subject,
+    shapes: Sequence[LayerShape],
+    data: Data,
+    lengths: Sequence[int],
+    steps: int,
+    *,
+    page_size: int | None = None,
+    judged: float = 1.0,
+    prefill: bool = True,
+    **options: Any,
+) -> Numbers:
+    """Prefill a ragged batch and decode; everything is compared, memory is poisoned."""
+    with poisoned_pools():
+        twin = subject.twin(shapes, data, page_size=page_size, judged=judged, **options)
+        requests = [twin.admit() for _ in lengths]
+        twin.extend(requests, list(lengths), compare=prefill)
+        for _ in range(steps):
+            twin.step(requests)
+        twin.finish(requests)
+    return twin.numbers
+
+
+def _planted(subject: Subject) -> Numbers:
+    """A long ragged run on data with sinks and heavy hitters."""
+    p = subject.page_size
+    return drive(subject, [LayerShape(2, 3, 16, 12)], PlantedData(subject.seed), [9 * p + 1, 1, 5 * p], 200, judged=0.1)
+
+
+def _iid(subject: Subject) -> Numbers:
+    shapes = [LayerShape(3, 4, 20, 20), LayerShape(1, 7, 16, 24)]
+    return drive(subject, shapes, BulkData(subject.seed), [6 * subject.page_size + 2, 3, subject.page_size], 40)
+
+
+def _ties(subject: Subject) -> Numbers:
+    return drive(subject, [LayerShape(2, 2, 6, 6)], TiedData(subject.seed), [12 * subject.page_size, 2], 40)
+
+
+def _extreme(subject: Subject) -> Numbers:
+    return drive(subject, [LayerShape(2, 3, 12, 12)], ExtremeData(subject.seed), [9 * subject.page_size, 5], 30)
+
+
+def _broken(subject: Subject) -> Numbers:
+    lengths = [7 * subject.page_size, 6 * subject.page_size + 1, 2]
+    return drive(subject, [LayerShape(2, 3, 12, 8)], BrokenRequestData(subject.seed, broken=1), lengths, 20)
+
+
+def _options(subject: Subject) -> Numbers:
+    lengths = [7 * subject.page_size + 1, 2]
+    return drive(
+        subject,
+        [LayerShape(2, 3, 12, 12), LayerShape(2, 3, 12, 12), LayerShape(1, 5, 16, 16)],
+        BulkData(subject.seed, q_scale=3.0),
+        lengths,
+        20,
+        scale=0.4,
+        softcap=2.5,
+        sinks=True,
+        dense_layers=(1,),
+    )
+
+
+def _ratio(subject: Subject) -> Numbers:
+    """A budget that grows with the request."""
+    if subject.flow.score is None:
+        return Numbers()
+    ratio = replace(subject, given_budget=Budget(1, 1, 1, 0.3))
+    return drive(ratio, [LayerShape(2, 3, 12, 12)], BulkData(subject.seed), [20 * subject.page_size, 11], 20)
+
+
+def _long(subject: Subject) -> Numbers:
+    """More pages than 16 bits count."""
+    if subject.flow.page_size not in (None, 1):
+        return Numbers()
+    return drive(
+        subject,
+        [LayerShape(1, 2, 4, 4)],
+        BulkData(subject.seed),
+        [66_000, 33_000],
+        2,
+        page_size=1,
+        judged=0.2,
+        prefill=False,
+    )
+
+
+def _life_cycle(subject: Subject) -> Numbers:
+    """Random programmes of admit, extend, step, fork, crop, reorder, preempt, resume, finish in a tiny pool."""
+    from kvsieve.verify.programs import random_program, run_program
+
+    numbers = Numbers()
+    for index in range(4):
+        program = random_program(subject.seed + index, subject.name, 50, subject.flow)
+        numbers.merge(run_program(program, subject.backend, subject.flow))
+    return numbers
+
+
+def _grid(subject: Subject) -> Numbers:
+    """Every group, head_dim, page size and number of KV heads, around every boundary."""
+    sizes = PAGE_SIZES if subject.flow.page_size is None else (subject.flow.page_size,)
+    small = replace(subject, given_budget=Budget(2, 1, 1) if subject.flow.score else Budget(0, 1, 3))
+    shapes = [LayerShape(h, g, d, d if h < 5 else 48) for g in GROUPS for d in HEAD_DIMS for h in KV_HEADS]
+    numbers = Numbers()
+    for p in sizes:
+        twin_data, lengths = BulkData(subject.seed + p), boundary_lengths(p, small.budget)
+        numbers.merge(drive(small, shapes, twin_data, lengths, 2, page_size=p, judged=GRID_JUDGED, prefill=False))
+    return numbers
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("planted", "200 steps with sinks and heavy hitters", _planted),
+    Check("iid", "two layers of different geometry, every bound derived", _iid),
+    Check("ties", "equal scores: the older page stays", _ties),
+    Check("extreme", "huge and tiny magnitudes", _extreme),
+    Check("broken request", "NaN and infinite keys in one request; the others do not notice", _broken),
+    Check("options", "scale, soft-cap, sink logits, a dense layer", _options),
+    Check("ratio", "a budget that grows with the request", _ratio),
+    Check("long context", "66,000 pages", _long),
+    Check("life cycle", "random programmes in a tiny pool", _life_cycle),
+    *(Check(name, shows, run) for name, shows, run in METAMORPHIC),
+)
+GRID = Check("grid", "groups 1 to 24, head_dim 64 to 128, pages 1 to 33, 1 to 5 KV heads", _grid)
+
+
+def run_check(check: Check, subject: Subject) -> Outcome:
+    """Run one check; faults and exceptions become outcomes."""
+    try:
+        return Outcome(check.name, check.run(subject))
+    except Exception as error:
+        return Outcome(check.name, error=error)
