@@ -13,7 +13,7 @@ from kvsieve.lower import Program, lower
 from support import garbage
 
 F64 = torch.float64
-BOUND = 2e-5
+BOUND = 1e-5
 SMALL = 0.1
 WIDTHS = (1, 6, 3, 9, 2)
 

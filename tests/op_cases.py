@@ -139,6 +139,7 @@ sum            | x.sum(0)
 sum            | x.sum((1, 2))
 sum            | x.sum((0, -1), keepdim=True)
 sum            | (x > 0).sum(0, dtype=torch.float32)
+sum            | (x > 0).sum((1, 2), dtype=torch.float32)
 sum            | q.sum() + s
 sum            | c.sum(0)
 mean           | x.mean(0)
@@ -167,13 +168,14 @@ prod           | (i + 1).prod(0)
 amax           | x.amax((0, 1))
 amax           | x.amax(2)
 amax           | i.amax(0)
-amin           | x.amin(0, keepdim=True)
+amax           | (s - 9).amax()
+amin           | (x + 9).amin(0, keepdim=True)
 amin           | x.amin((1, 2))
-max            | s.max() - s
+max            | (s - 9).max() - s
 max            | x.max(0).values
 max            | x.max(1).indices
 max            | x.max(1, keepdim=True)[0]
-min            | x.min()
+min            | (x + 9).min()
 min            | i.min(0).values
 min            | q.min(0).values + y
 logsumexp      | x.logsumexp(0)
@@ -206,7 +208,7 @@ cummin         | x.cummin(1).values
 avg_pool1d     | F.avg_pool1d(s[None], 3, 1, 1)
 avg_pool1d     | F.avg_pool1d(y.T, 5, 1, 2, count_include_pad=False)
 avg_pool1d     | F.avg_pool1d(x, 2)
-max_pool1d     | F.max_pool1d(s[None], 3, 1, 1)
+max_pool1d     | F.max_pool1d(s[None] - 9, 3, 1, 1)
 max_pool1d     | F.max_pool1d(x.permute(1, 2, 0), 5, 1, 2)
 max_pool1d     | F.max_pool1d(x, 2, 1)
 """
