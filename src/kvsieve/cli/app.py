@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.main import get_command
 
-from kvsieve.cli import flows, generate, new
+from kvsieve.cli import flows, generate, new, verify
 from kvsieve.errors import KvsieveError
 
 USAGE, INTERRUPTED = 2, 130
@@ -26,6 +26,7 @@ app = typer.Typer(
 app.command("flows")(flows.flows_command)
 app.command("generate")(generate.generate_command)
 app.command("new")(new.new_command)
+app.command("verify")(verify.verify_command)
 
 # Typer carries its own copy of click in later releases: this finds the base of its usage errors in any of them.
 UsageProblem: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")

@@ -26,6 +26,10 @@ class Fault(AssertionError):
         self.stage, self.place, self.message = stage, place, message
         super().__init__(f"{stage} of {place}: {message}")
 
+    def __reduce__(self) -> tuple[type[Fault], tuple[str, str, str]]:
+        """Faults travel between processes."""
+        return Fault, (self.stage, self.place, self.message)
+
 
 @dataclass
 class Numbers:

@@ -1,7 +1,7 @@
 """Changes that must not matter: bit for bit where the same arithmetic runs on the same numbers, else within rounding.
 
 Bit-identical: where blocks lie, what other requests hold, what unselected pages hold, padding requests. Within
-rounding: alone or in a batch, the order of the batch, whole or chunked prefill, since kernels sum in another order then.
+rounding: alone or in a batch, the order of the batch, whole or chunked prefill: kernels sum in another order then.
 """
 
 from __future__ import annotations

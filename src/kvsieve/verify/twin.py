@@ -21,7 +21,6 @@ from kvsieve.verify.data import Data, Draw, IidData, LayerShape
 from kvsieve.verify.poison import spoil_free_memory
 from kvsieve.verify.segment import SegmentTwin, StepResult
 
-
 MANY_PAGES = 400
 """Of a call that fills more pages, so many are drawn for the comparison of summaries."""
 

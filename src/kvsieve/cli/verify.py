@@ -1,0 +1,97 @@
+"""``kvsieve verify``: proves flows on a backend, fuzzes the life cycle, runs the mutants."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from kvsieve.backends import backend_names
+from kvsieve.cli.options import parse_flow_arguments
+from kvsieve.errors import ConfigError, UnknownName
+from kvsieve.flow import list_flows, load_flow
+from kvsieve.verify.programs import FuzzResult, fuzz
+from kvsieve.verify.run import DTYPES, Order, verify_all
+from kvsieve.verify.suite import CHECKS
+
+WRONG = 1
+
+
+def verify_command(
+    flow: str | None = typer.Argument(None, help="registered name, or file.py:ClassName"),
+    everything: bool = typer.Option(False, "--all", help="every registered flow, over the whole grid of geometries"),
+    flow_arg: list[str] = typer.Option([], metavar="KEY=VALUE", help="argument of the flow; may be repeated"),
+    backend: str = typer.Option("eager", help="backend to check"),
+    device: str = typer.Option("cpu", help="cpu, cuda, cuda:1, ..."),
+    dtype: str = typer.Option("fp32", help="fp32, bf16 or fp16: of q, K and V"),
+    seed: int = typer.Option(0, help="seed of all data and programmes"),
+    grid: bool = typer.Option(False, "--grid", help="add the whole grid of geometries for one flow"),
+    programs: int = typer.Option(0, "--fuzz", min=0, metavar="N", help="run N random life-cycle programmes instead"),
+    events: int = typer.Option(50, min=1, help="events of a programme"),
+    jobs: int = typer.Option(0, min=0, help="worker processes  [default: one a core]"),
+    as_json: bool = typer.Option(False, "--json", help="print JSON and nothing else on stdout"),
+) -> int:
+    """Check flows against the float64 reference. Exit code 0: correct; 1: wrong; 2: the command was."""
+    if dtype not in DTYPES:
+        raise UnknownName("dtype", dtype, DTYPES)
+    if backend not in backend_names():
+        raise UnknownName("backend", backend, backend_names())
+    if programs:
+        return run_fuzz(programs, events, seed, flow, backend, as_json)
+    if (flow is None) != everything:
+        raise ConfigError(f"expected a flow or --all, received {'neither' if flow is None else 'both'}")
+    arguments = parse_flow_arguments(flow_arg)
+    names = list(list_flows()) if flow is None else [flow]
+    orders = [Order(name, arguments, backend, dtype, device, seed) for name in names]
+    load_flow(orders[0].flow, **arguments)  # a mistake is answered here, not by a worker
+    return run_verify(orders, everything or grid, jobs or os.cpu_count() or 1, as_json)
+
+
+def run_verify(orders: Sequence[Order], grid: bool, jobs: int, as_json: bool) -> int:
+    """Run the suite and print a verdict per flow."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("checking", total=len(orders) * (len(CHECKS) + grid))
+        reports = list(verify_all(orders, grid, jobs, lambda: progress.advance(task)))
+    if as_json:
+        print(json.dumps([report.as_json() for report in reports], indent=2))
+    else:
+        print("\n".join(report.text() for report in reports))
+        if len(reports) > 1:
+            print(f"{sum(report.passed for report in reports)} of {len(reports)} flows are correct")
+    return 0 if all(report.passed for report in reports) else WRONG
+
+
+def run_fuzz(programs: int, events: int, seed: int, flow: str | None, backend: str, as_json: bool) -> int:
+    """Run random programmes; a fault prints a minimal one as a snippet that replays it."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("fuzzing", total=programs)
+        result = fuzz(programs, events, seed, flow, backend, lambda: progress.advance(task))
+    print(json.dumps(fuzz_json(result), indent=2) if as_json else fuzz_text(result))
+    return WRONG if result.failing else 0
+
+
+def fuzz_text(result: FuzzResult) -> str:
+    """The result of a fuzzing run in words."""
+    compared = sum(result.numbers.checked.values())
+    seen = f"{result.programs:,} programmes, {result.events:,} events, {compared:,} comparisons"
+    if result.failing is None:
+        return f"no fault in {seen}"
+    return f"FAULT after {seen}: {result.error}\nreplay it with:\n\n{result.failing.snippet()}"
+
+
+def fuzz_json(result: FuzzResult) -> dict[str, object]:
+    """The result of a fuzzing run for a program."""
+    return {
+        "passed": result.failing is None,
+        "programs": result.programs,
+        "events": result.events,
+        "comparisons": result.numbers.checked,
+        "error": None if result.error is None else str(result.error),
+        "snippet": None if result.failing is None else result.failing.snippet(),
+    }

@@ -1,0 +1,93 @@
+"""Running the suite: one flow or many, in worker processes, and the helper for a user's own tests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from kvsieve.flow import Flow, build_flow, load_flow
+from kvsieve.verify.report import FlowReport
+from kvsieve.verify.subject import Subject
+from kvsieve.verify.suite import CHECKS, GRID, Check, Outcome, run_check
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Order:
+    """A flow by name or ``file.py:Class`` with its arguments, and where it is to run."""
+
+    flow: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    backend: str = "eager"
+    dtype: str = "fp32"
+    device: str = "cpu"
+    seed: int = 0
+
+    def subject(self) -> Subject:
+        flow = load_flow(self.flow, **self.arguments)
+        return Subject(flow, self.backend, DTYPES[self.dtype], self.device, self.seed)
+
+
+def verify_flow(flow: Flow | str, checks: Sequence[Check] = CHECKS, **where: Any) -> FlowReport:
+    """Check a flow in this process.
+
+    Args:
+        flow: a flow, or the name of a registered one.
+        checks: which checks; :data:`CHECKS` by default.
+        where: ``backend``, ``dtype``, ``device``, ``seed`` of :class:`Subject`.
+    """
+    subject = Subject(build_flow(flow) if isinstance(flow, str) else flow, **where)
+    start = time.perf_counter()
+    outcomes = [run_check(check, subject) for check in checks]
+    return report(subject, outcomes, time.perf_counter() - start)
+
+
+def assert_flow_correct(flow: Flow | str, **where: Any) -> None:
+    """For a user's test: raises AssertionError with the verdict unless every check passes.
+
+    ``where`` is as in :func:`verify_flow`.
+    """
+    result = verify_flow(flow, **where)
+    assert result.passed, result.text()
+
+
+def verify_all(
+    orders: Sequence[Order], grid: bool, jobs: int, progress: Callable[[], None] = lambda: None
+) -> Iterable[FlowReport]:
+    """Check many flows in ``jobs`` worker processes; ``grid`` adds the whole grid of geometries. Reports in order."""
+    names = [*(["grid"] if grid else []), *(check.name for check in CHECKS)]
+    tasks = [(index, name) for name in names for index in range(len(orders))]
+    outcomes: dict[tuple[int, str], Outcome] = {}
+    spent = [0.0] * len(orders)
+    with ProcessPoolExecutor(
+        jobs, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        futures = {pool.submit(_work, orders[index], name): (index, name) for index, name in tasks}
+        for future in as_completed(futures):
+            index, name = futures[future]
+            outcomes[index, name], seconds = future.result()
+            spent[index] += seconds
+            progress()
+    for index, order in enumerate(orders):
+        yield report(order.subject(), [outcomes[index, name] for name in names], spent[index])
+
+
+def report(subject: Subject, outcomes: Sequence[Outcome], seconds: float) -> FlowReport:
+    """The report of a subject's outcomes."""
+    dtype = {value: key for key, value in DTYPES.items()}[subject.dtype]
+    backend = subject.backend if isinstance(subject.backend, str) else subject.backend.name
+    return FlowReport(subject.name, backend, dtype, subject.device, outcomes, seconds, subject.seed)
+
+
+def _work(order: Order, name: str) -> tuple[Outcome, float]:
+    start = time.perf_counter()
+    check = next(check for check in (GRID, *CHECKS) if check.name == name)
+    outcome = run_check(check, order.subject())
+    return outcome, time.perf_counter() - start
