@@ -243,6 +243,7 @@ narrow         | x.narrow(2, 1, 2)
 index          | x[:, [1, 0, 1]]
 index          | x[:, [1, 0], [2, 0]]
 index          | x.permute(1, 0, 2)[[0, 1, 1], :, [2, 2, 0]]
+index          | x[:, :, None][:, [0, 1, 1], :, [2, 2, 0]]
 index          | c.flatten()[i.abs()]
 index          | c[i.abs() % 2, (s > 0).long()]
 index          | q[:, k]
@@ -253,7 +254,7 @@ index_select   | q.index_select(1, q[1].abs().long() % 3) + y[:, None]
 embedding      | F.embedding(i.abs() % 2, c)
 gather         | x.gather(2, x.argsort(2)[:, :, :2])
 gather         | q.gather(1, q.argmax(1, keepdim=True))
-gather         | y.gather(1, (i.abs() % 3)[:, None])
+gather         | y.gather(1, (i.abs() // 2)[:, None])
 pad            | F.pad(x, (1, 2), value=5.0)
 constant_pad_nd| A.constant_pad_nd(y, [0, 1])
 cat            | torch.cat([x, x * 2], 1)
