@@ -1,4 +1,4 @@
-"""The command line: ``kvsieve flows``, ``kvsieve generate`` and ``kvsieve new``."""
+"""The command line: ``kvsieve flows``, ``generate``, ``new``, ``verify`` and ``study``."""
 
 from kvsieve.cli.app import main
 

@@ -11,6 +11,7 @@ import typer
 from typer.main import get_command
 
 from kvsieve.cli import flows, generate, new, verify
+from kvsieve.cli.study import study_app
 from kvsieve.errors import KvsieveError
 
 USAGE, INTERRUPTED = 2, 130
@@ -27,6 +28,7 @@ app.command("flows")(flows.flows_command)
 app.command("generate")(generate.generate_command)
 app.command("new")(new.new_command)
 app.command("verify")(verify.verify_command)
+app.add_typer(study_app, name="study")
 
 # Typer carries its own copy of click in later releases: this finds the base of its usage errors in any of them.
 UsageProblem: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
