@@ -218,9 +218,12 @@ def test_reset_check_says_when_it_says_nothing():
     assert len(untouched.faults()) == 2  # no reused row, and nothing left behind to notice
 
 
-def test_a_run_without_any_reset_fails(monkeypatch):
+def test_a_run_without_any_reset_fails(monkeypatch, capsys):
+    """State then starts from poison: NaN, which the report says in valid JSON."""
     monkeypatch.setattr(LayerPool, "enter", lambda self, rows: None)
-    assert not run_accumulator(build_flow(TOKEN), AccumulatorOptions(**SHORT)).passed
+    assert accumulator_command(build_flow(TOKEN), AccumulatorOptions(**SHORT), as_json=True) == 1
+    report = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))
+    assert report["outcomes"][0]["mass"] == "nan"
 
 
 @pytest.mark.parametrize("decay", [1 - 2**-6, 1.0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from kvsieve.cli.progress import progress_bar
@@ -45,5 +46,14 @@ def accumulator_command(flow: Flow, options: AccumulatorOptions, *, as_json: boo
     """Run, print, and return the exit code: 0 passed, 1 failed."""
     with progress_bar("accumulator") as progress:
         report: AccumulatorReport | StatelessReport = run_accumulator(flow, options, progress=progress)
-    print(json.dumps(report.as_json(), allow_nan=False) if as_json else report.text())
+    print(json.dumps(finite(report.as_json()), allow_nan=False) if as_json else report.text())
     return 0 if report.passed else 1
+
+
+def finite(value: Any) -> Any:
+    """JSON values in which NaN and infinities, which JSON lacks, are text."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -25,7 +25,7 @@ from kvsieve.verify.study_weights import RATIOS, WeightsStudy, planted_segments,
 PIPE_WIDTH = 150
 TEXT = "examples/jargon.txt"
 
-study_app = typer.Typer(help="Studies of the H2O flows: decay, weights, published figures.", no_args_is_help=True)
+study_app = typer.Typer(help="Studies of the H2O flows: decay, weights, published figures.")
 AS_JSON = typer.Option(False, "--json", help="print one JSON object and nothing else on stdout")
 PLOT = typer.Option(None, metavar="FILE", help="save the curves as a PNG; needs kvsieve[plot]")
 SEED = typer.Option(0, help="seed of the planted data")
@@ -111,7 +111,8 @@ def show_decay(study: DecayStudy) -> None:
         show_table(f"{kind} attention", titles, rows)
     for name in DTYPES:
         found = {kind: study.longest(name, kind) for kind in NOISES}
-        words = ", ".join(f"{power and f'1 - 2**-{power}'} ({kind} attention)" for kind, power in found.items())
+        names = {kind: "none" if power is None else f"1 - 2**-{power}" for kind, power in found.items()}
+        words = ", ".join(f"{longest} ({kind} attention)" for kind, longest in names.items())
         print(f"{name}: longest decay with relative error below 0.15: {words}")
     print(bound_words(study))
 
