@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
 from kvsieve.backends import backend_names
+from kvsieve.cli.accumulator import accumulator_command, accumulator_options
 from kvsieve.cli.options import parse_flow_arguments
 from kvsieve.errors import ConfigError, UnknownName
 from kvsieve.flow import list_flows, load_flow
@@ -33,9 +35,21 @@ def verify_command(
     programs: int = typer.Option(0, "--fuzz", min=0, metavar="N", help="run N random life-cycle programmes instead"),
     events: int = typer.Option(50, min=1, help="events of a programme"),
     jobs: int = typer.Option(0, min=0, help="worker processes  [default: one a core]"),
+    seq_len: int | None = typer.Option(None, help="accumulator harness: tokens of the request"),
+    steps: int | None = typer.Option(None, help="accumulator harness: decode steps"),
+    group_size: int | None = typer.Option(None, help="accumulator harness: query heads per KV head"),
+    head_dim: int | None = typer.Option(None, help="accumulator harness: width of queries and keys"),
+    topk: int | None = typer.Option(None, help="accumulator harness: pages chosen by score"),
+    sink: int | None = typer.Option(None, help="accumulator harness: first pages"),
+    recent: int | None = typer.Option(None, help="accumulator harness: last pages"),
+    decay: float | None = typer.Option(None, help="accumulator harness: decay of the flow's state"),
+    state_dtype: str | None = typer.Option(None, help="accumulator harness: float32, bfloat16 or float16"),
     as_json: bool = typer.Option(False, "--json", help="print JSON and nothing else on stdout"),
 ) -> int:
-    """Check flows against the float64 reference. Exit code 0: correct; 1: wrong; 2: the command was."""
+    """Check flows against the float64 reference. Exit code 0: correct; 1: wrong; 2: the command was.
+
+    With any option of the accumulator harness, the flow's decayed state is driven beside a float64 accumulator instead.
+    """
     if dtype not in DTYPES:
         raise UnknownName("dtype", dtype, DTYPES)
     if backend not in backend_names():
@@ -45,6 +59,19 @@ def verify_command(
     if (flow is None) != everything:
         raise ConfigError(f"expected a flow or --all, received {'neither' if flow is None else 'both'}")
     arguments = parse_flow_arguments(flow_arg)
+    harness = {
+        "seq_len": seq_len,
+        "steps": steps,
+        "group_size": group_size,
+        "head_dim": head_dim,
+        "topk": topk,
+        "sink": sink,
+        "recent": recent,
+        "decay": decay,
+        "state_dtype": state_dtype,
+    }
+    if any(value is not None for value in harness.values()):
+        return run_harness(flow, arguments, {**harness, "seed": seed, "backend": backend, "device": device}, as_json)
     names = list(list_flows()) if flow is None else [flow]
     orders = [Order(name, arguments, backend, dtype, device, seed) for name in names]
     load_flow(orders[0].flow, **arguments)  # a mistake is answered here, not by a worker
@@ -64,6 +91,13 @@ def run_verify(orders: Sequence[Order], grid: bool, jobs: int, as_json: bool) ->
         if len(reports) > 1:
             print(f"{sum(report.passed for report in reports)} of {len(reports)} flows are correct")
     return 0 if all(report.passed for report in reports) else WRONG
+
+
+def run_harness(flow: str | None, arguments: dict[str, Any], options: dict[str, Any], as_json: bool) -> int:
+    """Drive a flow's decayed state beside a float64 accumulator."""
+    if flow is None:
+        raise ConfigError("the accumulator harness takes one flow, received --all; name a flow that keeps state")
+    return accumulator_command(load_flow(flow, **arguments), accumulator_options(**options), as_json=as_json)
 
 
 def run_fuzz(programs: int, events: int, seed: int, flow: str | None, backend: str, as_json: bool) -> int:

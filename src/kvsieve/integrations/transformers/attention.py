@@ -48,6 +48,7 @@ def kvsieve_mask(*, attention_mask: torch.Tensor | None = None, **arguments: Any
     return mask
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def kvsieve_attention(
     module: torch.nn.Module,
     query: torch.Tensor,

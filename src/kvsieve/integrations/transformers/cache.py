@@ -91,6 +91,7 @@ class SparseCache(Cache):
         """Real tokens stored per row."""
         return [self.runtime.length(request) for request in self._requests]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
