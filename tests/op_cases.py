@@ -254,7 +254,7 @@ index_select   | q.index_select(1, q[1].abs().long() % 3) + y[:, None]
 embedding      | F.embedding(i.abs() % 2, c)
 gather         | x.gather(2, x.argsort(2)[:, :, :2])
 gather         | q.gather(1, q.argmax(1, keepdim=True))
-gather         | y.gather(1, (i.abs() // 2)[:, None])
+gather         | x.flatten(1).gather(1, i.abs()[:, None])
 pad            | F.pad(x, (1, 2), value=5.0)
 constant_pad_nd| A.constant_pad_nd(y, [0, 1])
 cat            | torch.cat([x, x * 2], 1)
@@ -273,6 +273,8 @@ _PRODUCTS = """
 matmul         | x @ q.T
 matmul         | q[0] @ y.T
 matmul         | y @ c.T
+matmul         | q @ x.mT
+matmul         | q[1] @ x.mT
 matmul         | c @ x.mT
 matmul         | x @ y[:, :, None]
 matmul         | y[:, None, None] @ x[:, None].mT
