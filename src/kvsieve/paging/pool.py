@@ -34,7 +34,7 @@ class LayerPool:
     ) -> None:
         self.num_kv_heads, self.page_size = num_kv_heads, page_size
         self.dtype, self.device = dtype, device
-        self.state_fields = state_fields
+        self._initial = {name: _initial(spec).to(device) for name, spec in state_fields.items()}
         heads = num_kv_heads
         self.k = uninitialised((heads, 0, page_size, head_dim), dtype, device)
         self.v = uninitialised((heads, 0, page_size, v_head_dim), dtype, device)
@@ -60,9 +60,8 @@ class LayerPool:
 
     def enter(self, rows: torch.Tensor) -> None:
         """Start the state of pages that entered a request at the flow's initial value."""
-        for name, spec in self.state_fields.items():
-            assert spec.initial is not None
-            self.state[name][:, rows] = spec.initial.to(self.device)
+        for name, value in self._initial.items():
+            self.state[name][:, rows] = value
 
     def copy(self, blocks: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (K, V, summaries) and state rows, each pair (from, to)."""
@@ -96,3 +95,8 @@ class LayerPool:
         new = uninitialised((old.shape[0], size, *old.shape[2:]), old.dtype, old.device)
         new[:, : old.shape[1]] = old
         return new
+
+
+def _initial(spec: FieldSpec) -> torch.Tensor:
+    assert spec.initial is not None, "a state field starts somewhere"
+    return spec.initial
