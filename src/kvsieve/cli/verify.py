@@ -16,8 +16,8 @@ from kvsieve.cli.accumulator import accumulator_command, accumulator_options
 from kvsieve.cli.options import parse_flow_arguments
 from kvsieve.errors import ConfigError, UnknownName
 from kvsieve.flow import list_flows, load_flow
-from kvsieve.verify.programs import FuzzResult, fuzz
-from kvsieve.verify.run import DTYPES, Order, verify_all
+from kvsieve.verify.programs import FuzzResult
+from kvsieve.verify.run import DTYPES, Order, fuzz_in_parallel, verify_all
 from kvsieve.verify.suite import CHECKS
 
 WRONG = 1
@@ -55,7 +55,7 @@ def verify_command(
     if backend not in backend_names():
         raise UnknownName("backend", backend, backend_names())
     if programs:
-        return run_fuzz(programs, events, seed, flow, backend, as_json)
+        return run_fuzz(programs, events, seed, flow, backend, jobs or os.cpu_count() or 1, as_json)
     if (flow is None) != everything:
         raise ConfigError(f"expected a flow or --all, received {'neither' if flow is None else 'both'}")
     arguments = parse_flow_arguments(flow_arg)
@@ -100,12 +100,14 @@ def run_harness(flow: str | None, arguments: dict[str, Any], options: dict[str, 
     return accumulator_command(load_flow(flow, **arguments), accumulator_options(**options), as_json=as_json)
 
 
-def run_fuzz(programs: int, events: int, seed: int, flow: str | None, backend: str, as_json: bool) -> int:
+def run_fuzz(programs: int, events: int, seed: int, flow: str | None, backend: str, jobs: int, as_json: bool) -> int:
     """Run random programmes; a fault prints a minimal one as a snippet that replays it."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("fuzzing", total=programs)
-        result = fuzz(programs, events, seed, flow, backend, lambda: progress.advance(task))
+        result = fuzz_in_parallel(
+            programs, events, seed, flow, backend, jobs, lambda count: progress.advance(task, count)
+        )
     print(json.dumps(fuzz_json(result), indent=2) if as_json else fuzz_text(result))
     return WRONG if result.failing else 0
 

@@ -12,11 +12,16 @@ from typing import Any
 import torch
 
 from kvsieve.flow import Flow, build_flow, load_flow
+from kvsieve.verify.checks import Numbers
+from kvsieve.verify.programs import FuzzResult, fuzz
 from kvsieve.verify.report import FlowReport
 from kvsieve.verify.subject import Subject
 from kvsieve.verify.suite import CHECKS, GRID, Check, Outcome, run_check
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+FUZZ_CHUNK = 20
+"""Programmes a worker takes at a time."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +71,7 @@ def verify_all(
     tasks = [(index, name) for name in names for index in range(len(orders))]
     outcomes: dict[tuple[int, str], Outcome] = {}
     spent = [0.0] * len(orders)
-    with ProcessPoolExecutor(
-        jobs, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
-    ) as pool:
+    with _workers(jobs) as pool:
         futures = {pool.submit(_work, orders[index], name): (index, name) for index, name in tasks}
         for future in as_completed(futures):
             index, name = futures[future]
@@ -77,6 +80,41 @@ def verify_all(
             progress()
     for index, order in enumerate(orders):
         yield report(order.subject(), [outcomes[index, name] for name in names], spent[index])
+
+
+def fuzz_in_parallel(
+    programs: int,
+    events: int,
+    seed: int,
+    flow: str | None,
+    backend: str,
+    jobs: int,
+    progress: Callable[[int], None] = lambda count: None,
+) -> FuzzResult:
+    """:func:`fuzz` in worker processes; the same programmes as in one, and the first failing one of a worker."""
+    done = FuzzResult(0, 0, Numbers())
+    starts = range(0, programs, FUZZ_CHUNK)
+    with _workers(jobs) as pool:
+        futures = [
+            pool.submit(fuzz, min(FUZZ_CHUNK, programs - start), events, seed + start, flow, backend)
+            for start in starts
+        ]
+        for future in as_completed(futures):
+            part = future.result()
+            done.numbers.merge(part.numbers)
+            done = FuzzResult(
+                done.programs + part.programs, done.events + part.events, done.numbers, part.failing, part.error
+            )
+            progress(part.programs)
+            if part.failing is not None:
+                pool.shutdown(cancel_futures=True)
+                return done
+    return done
+
+
+def _workers(jobs: int) -> ProcessPoolExecutor:
+    """Fresh processes with a thread each."""
+    return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,))
 
 
 def report(subject: Subject, outcomes: Sequence[Outcome], seconds: float) -> FlowReport:
