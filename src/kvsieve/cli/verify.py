@@ -54,6 +54,8 @@ def verify_command(
         raise UnknownName("dtype", dtype, DTYPES)
     if backend not in backend_names():
         raise UnknownName("backend", backend, backend_names())
+    if programs and (flow_arg or everything):
+        raise ConfigError("--fuzz takes registered flows with their default arguments: drop --flow-arg and --all")
     if programs:
         return run_fuzz(programs, events, seed, flow, backend, jobs or os.cpu_count() or 1, as_json)
     if (flow is None) != everything:
