@@ -93,8 +93,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         free = self.allocator._free
         assert free == sorted(set(free)) and not set(free) & set(used) and NULL_BLOCK not in free
         assert len(free) + len(used) == self.allocator.capacity - 1, "a block was lost"
-        expected = None if self.limit is None else self.limit - 1 - len(used)
-        assert self.allocator.free_blocks == expected
+        if self.limit is not None:
+            assert self.allocator.idle_blocks == self.limit - 1 - len(used)
 
 
 TestAllocator = AllocatorMachine.TestCase

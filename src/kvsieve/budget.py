@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 
 from kvsieve.errors import ConfigError
 
@@ -40,7 +41,7 @@ class Budget:
         if not isinstance(self.ratio, (int, float)) or isinstance(self.ratio, bool) or not 0 <= self.ratio <= 1:
             raise ConfigError(f"Budget(ratio=): expected a number in [0, 1], received {self.ratio!r}")
 
-    @property
+    @cached_property
     def ratio_fraction(self) -> Fraction:
         """``ratio`` as the exact decimal fraction that was written (0.1 is 1/10, not its binary neighbour)."""
         return Fraction(str(self.ratio))

@@ -55,6 +55,10 @@ class CallHost(Protocol):
         """A layer with room for all tokens of the tables."""
 
 
+DENSE = Budget(0, 0, 1, 1.0)
+"""Keeps every page: the budget of a layer that has none."""
+
+
 class Call:
     """One forward pass: every layer attends it once. It owns its plan, so a later call cannot change it."""
 
@@ -120,9 +124,8 @@ class Call:
 
     def _step(self, layer: Layer, q: torch.Tensor, plan: Plan, options: AttentionOptions) -> Attended:
         backend, pool, graphs = self.host.backend, layer.pool, layer.graphs
-        everything = Budget(0, 0, 1, 1.0)
         scoring = graphs is not None and graphs.score is not None
-        quota = plan.quota(layer.budget or everything, scoring, bool(graphs and graphs.state_writes))
+        quota = plan.quota(layer.budget or DENSE, scoring, bool(graphs and graphs.state_writes))
         scores = None
         if quota.window is not None:
             scores = backend.score(layer.flow, q[quota.window.requests], pool, quota.window)
@@ -133,7 +136,7 @@ class Call:
 
     def _count(self, layer: Layer, plan: Plan, selection: Selection, scored_pages: int) -> None:
         pool, counted = layer.pool, self.host.counted
-        layer.tokens_read += selection.tokens(pool.page_size, plan.rows.lengths_tensor).sum()
+        layer.tokens_read += selection.token_count(pool.page_size, plan.rows.lengths_tensor)
         token = (pool.k.shape[-1] + pool.v.shape[-1]) * pool.dtype.itemsize
         counted.dense_bytes += sum(plan.rows.lengths) * pool.num_kv_heads * token
         if layer.graphs is not None:

@@ -116,13 +116,10 @@ class Plan:
         pages = [-(-length // self.page_size) for length in self.rows.lengths]
         kept = [budget.kept(s) for s in pages]
         counts = [min(s, keep) for s, keep in zip(pages, kept, strict=True)]
-        scored = [
-            i
-            for i, (s, keep) in enumerate(zip(pages, kept, strict=True))
-            if scores and budget.window(s) and (s > keep or stateful)
-        ]
+        widths = [budget.window(s) for s in pages]
+        scored = [i for i, width in enumerate(widths) if scores and width and (pages[i] > kept[i] or stateful)]
         topk = [kept[i] - budget.sink - budget.recent if pages[i] > kept[i] else 0 for i in scored]
-        window = self._window(budget, scored, [budget.window(pages[i]) for i in scored], topk) if scored else None
+        window = self._window(budget, scored, [widths[i] for i in scored], topk) if scored else None
         return Quota(
             budget.sink,
             budget.recent,
@@ -138,9 +135,8 @@ class Plan:
         requests = torch.tensor(scored)
         valid = torch.arange(width) < torch.tensor(widths)[:, None]
         columns = slice(budget.sink, budget.sink + width)
-        null = torch.tensor(int(NULL_BLOCK))
-        blocks = torch.where(valid, self._block_table[requests, columns], null)
-        rows = torch.where(valid, self._row_table[requests, columns], null)
+        blocks = torch.where(valid, self._block_table[requests, columns], int(NULL_BLOCK))
+        rows = torch.where(valid, self._row_table[requests, columns], int(NULL_BLOCK))
         position = ((budget.sink + torch.arange(width)) * p).expand(len(scored), width)
         age = torch.tensor([self.rows.lengths[i] for i in scored])[:, None] - p - position
         return Window(

@@ -32,17 +32,13 @@ class BlockAllocator:
             self._grow(capacity)
 
     @property
-    def free_blocks(self) -> int | None:
-        """Blocks that can still be allocated; None: no limit."""
-        return len(self._free) if self.limit is not None else None
-
-    @property
     def idle_blocks(self) -> int:
         """Blocks that exist and are free, whether or not the pool may grow."""
         return len(self._free)
 
     @property
     def used_blocks(self) -> int:
+        """Blocks that somebody holds."""
         return len(self._references)
 
     def allocate(self, count: int, after: BlockId | None = None) -> list[BlockId]:
@@ -77,6 +73,7 @@ class BlockAllocator:
                 bisect.insort(self._free, block)
 
     def references(self, block: BlockId) -> int:
+        """How many hold a block; 0 for a free one and for the null block."""
         return self._references.get(block, 0)
 
     def _grow(self, capacity: int) -> None:
