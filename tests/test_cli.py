@@ -13,9 +13,9 @@ import torch
 from kvsieve.budget import Budget
 from kvsieve.cli import main
 from kvsieve.cli.generation import Parting, find_parting
-from kvsieve.cli.options import choose_budget, choose_page_size, parse_flow_arguments, parse_layers
+from kvsieve.cli.options import choose_budget, parse_flow_arguments, parse_layers
 from kvsieve.errors import ConfigError
-from kvsieve.flow import build_flow, list_flows, load_flow
+from kvsieve.flow import build_flow, choose_page_size, list_flows, load_flow
 
 QUEST, TOKEN = "gqa_quest_sparse_attention", "h2o_token_sparse_attention"
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import inspect
 import math
-import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,9 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 from kvsieve.budget import Budget
 from kvsieve.errors import ConfigError, FlowError, Location, UnknownName
+from kvsieve.flow_file import import_file
 
 BUILTIN_FIELDS = ("k", "v", "position", "age")
 """Fields every flow can read in ``score``: K [W, p, D], V [W, p, Dv], position [W], age [W]."""
+
+DEFAULT_PAGE_SIZE = 16
+"""Tokens per page where neither the user nor the flow names a number."""
 
 ScoreResult = torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 
@@ -134,7 +136,7 @@ def load_flow(spec: str, **arguments: Any) -> Flow:
         if spec.endswith(".py"):
             raise ConfigError(f"flow {spec!r}: expected file.py:ClassName, received a file without a class name")
         return build_flow(spec, **arguments)
-    module = _import_file(Path(path))
+    module = import_file(Path(path))
     classes = {key: value for key, value in vars(module).items() if _is_flow_of(value, module)}
     if class_name not in classes:
         raise UnknownName(f"flow class in {path}", class_name, classes)
@@ -143,21 +145,31 @@ def load_flow(spec: str, **arguments: Any) -> Flow:
 
 def instantiate(cls: type[Flow], arguments: Mapping[str, Any]) -> Flow:
     """Call a flow's constructor; a wrong argument becomes one clear :class:`ConfigError`."""
-    signature = inspect.signature(cls)
+    signature, flow = inspect.signature(cls), f"flow {cls.name or cls.__name__}"
     try:
         signature.bind(**arguments)
     except TypeError as error:
         parameters = ", ".join(str(parameter).replace("'", "") for parameter in signature.parameters.values())
-        raise ConfigError(f"flow {cls.name or cls.__name__}: {error}; its arguments are ({parameters})") from None
+        raise ConfigError(f"{flow}: {error}; its arguments are ({parameters})") from None
     for key, value in arguments.items():
         if isinstance(value, float) and math.isnan(value):
-            raise ConfigError(f"flow {cls.name or cls.__name__}: {key}: expected a number, received NaN")
+            raise ConfigError(f"{flow}: {key}: expected a number, received NaN")
     try:
         return cls(**arguments)
     except ValueError as error:
-        raise ConfigError(f"flow {cls.name or cls.__name__}: {error}") from error
+        raise ConfigError(f"{flow}: {error}") from error
     except TypeError as error:  # what Python says of a comparison with text names neither argument nor value
-        raise ConfigError(f"flow {cls.name or cls.__name__}: {error}; received {dict(arguments)}") from error
+        raise ConfigError(f"{flow}: {error}; received {dict(arguments)}") from error
+
+
+def flow_name(flow: Flow) -> str:
+    """The name a flow is registered under, or that of its class."""
+    return flow.name or type(flow).__name__
+
+
+def choose_page_size(flow: Flow, wanted: int | None) -> int:
+    """The page size asked for, or the flow's own, or 16."""
+    return wanted if wanted is not None else flow.page_size or DEFAULT_PAGE_SIZE
 
 
 def check_flow(flow: Flow, page_size: int, budget: Budget) -> None:
@@ -166,7 +178,7 @@ def check_flow(flow: Flow, page_size: int, budget: Budget) -> None:
     Raises:
         ConfigError: with expected, received and the remedy.
     """
-    name = flow.name or type(flow).__name__
+    name = flow_name(flow)
     if not isinstance(page_size, int) or page_size < 1:
         raise ConfigError(f"page_size: expected an integer >= 1, received {page_size!r}")
     if flow.page_size is not None and flow.page_size != page_size:
@@ -263,40 +275,3 @@ def definition_of(flow: Flow, method: str) -> Location | None:
 
 def _is_flow_of(value: object, module: types.ModuleType) -> bool:
     return isinstance(value, type) and issubclass(value, Flow) and value.__module__ == module.__name__
-
-
-def _import_file(path: Path) -> types.ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"flow file {str(path)!r}: no such file; expected path/to/file.py:ClassName")
-    name = f"kvsieve_flow_{path.stem}_{abs(hash(path.resolve()))}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"flow file {str(path)!r}: expected a Python file with the ending .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # torch.export and inspect look the module up by name
-    try:
-        spec.loader.exec_module(module)
-    except ConfigError:
-        del sys.modules[name]
-        raise
-    except Exception as error:
-        del sys.modules[name]
-        line = _line_in(error, path)
-        raise ConfigError(
-            f"flow file {path}{f':{line}' if line else ''} does not import: {type(error).__name__}: {error}"
-        ) from error
-    return module
-
-
-def _line_in(error: BaseException, path: Path) -> int | None:
-    if isinstance(error, SyntaxError):
-        return error.lineno
-    frames = [frame for frame, _ in _walk(error.__traceback__) if Path(frame.f_code.co_filename) == path]
-    lines = [line for frame, line in _walk(error.__traceback__) if frame in frames]
-    return lines[-1] if lines else None
-
-
-def _walk(traceback: types.TracebackType | None) -> Iterator[tuple[types.FrameType, int]]:
-    while traceback is not None:
-        yield traceback.tb_frame, traceback.tb_lineno
-        traceback = traceback.tb_next

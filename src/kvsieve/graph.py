@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ class Geometry:
 
     @property
     def attention_scale(self) -> float:
+        """``scale``, or what None stands for."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
@@ -52,10 +54,7 @@ class FieldSpec:
 
     def bytes(self, kv_dtype: torch.dtype) -> int:
         """Bytes of one page's value."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * (self.dtype or kv_dtype).itemsize
+        return math.prod(self.shape) * (self.dtype or kv_dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -116,9 +115,7 @@ def _trace_summarize(flow: Flow, geometry: Geometry) -> tuple[SegmentGraph | Non
         fields = method.flow.summarize(inputs["k"], inputs["v"])  # type: ignore[misc]
         _check_fields(method, fields, "summary field")
         names.extend(fields)
-        return [
-            fields[name].clone() if any(fields[name] is x for x in inputs.values()) else fields[name] for name in fields
-        ]
+        return _distinct(fields.values(), inputs)
 
     k = torch.zeros(geometry.page_size, geometry.head_dim)
     v = torch.zeros(geometry.page_size, geometry.v_head_dim)
@@ -179,9 +176,7 @@ def _trace_score(
             if not isinstance(state[name], torch.Tensor):
                 raise method.fail(f"state {name!r} is {_kind(state[name])}", "return a tensor")
         names.extend(["scores", *state])
-        return [
-            value.clone() if any(value is x for x in inputs.values()) else value for value in (scores, *state.values())
-        ]
+        return _distinct((scores, *state.values()), inputs)
 
     examples = _score_examples(geometry, summaries, states)
     graph = checked_graph(method, export(method, call, examples, frozenset(examples) - {"q"}), names)
@@ -224,6 +219,11 @@ def _check_fields(method: FlowMethod, fields: Any, what: str) -> None:
         floating = value.dtype.is_floating_point or value.dtype.is_complex
         if what == "summary field" and floating and value.dtype is not torch.float32:
             raise method.fail(f"{what} {name!r} is {value.dtype}", "return float32 and name dtypes in summary_dtypes")
+
+
+def _distinct(results: Iterable[torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The results of a method, none of them an input itself: each must be a node of its own."""
+    return [value.clone() if any(value is x for x in inputs.values()) else value for value in results]
 
 
 def _kind(value: object) -> str:

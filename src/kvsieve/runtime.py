@@ -13,13 +13,12 @@ from kvsieve.backends import Backend, get_backend
 from kvsieve.budget import Budget, BudgetLike
 from kvsieve.call import Attended, Call, ReadStats
 from kvsieve.errors import ConfigError, NotCroppable
-from kvsieve.flow import Flow, build_flow, check_flow
+from kvsieve.flow import Flow, build_flow, check_flow, choose_page_size
 from kvsieve.layers import Layer, Layers
 from kvsieve.paging.table import RequestId, RequestTables
 
 __all__ = ["CROP_ROWS", "Attended", "Call", "ReadStats", "RequestId", "Runtime"]
 
-DEFAULT_PAGE_SIZE = 16
 CROP_ROWS = 64
 """A multi-token call of at most so many rows can be cropped into even by a flow that keeps state."""
 
@@ -50,7 +49,7 @@ class Runtime:
         backend: str | Backend = "eager",
     ) -> None:
         self.flow = build_flow(flow) if isinstance(flow, str) else flow
-        self.page_size = page_size if page_size is not None else self.flow.page_size or DEFAULT_PAGE_SIZE
+        self.page_size = choose_page_size(self.flow, page_size)
         for one in [budget] if isinstance(budget, Budget) else budget.values():
             check_flow(self.flow, self.page_size, one)
         self.backend = get_backend(backend)

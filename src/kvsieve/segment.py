@@ -12,7 +12,7 @@ from torch import fx
 from kvsieve.errors import FlowError
 from kvsieve.ops import NodeView, Refused, Shape, kind_of, op_name
 from kvsieve.tracing import Trace, decomposed
-from kvsieve.watch import FlowMethod, in_pages
+from kvsieve.watch import FlowMethod, show_sizes
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _check_node(method: FlowMethod, graph: SegmentGraph, node: fx.Node) -> None:
 
 def _check_known_size(method: FlowMethod, node: fx.Node) -> None:
     values = node.meta["val"] if isinstance(node.meta["val"], (list, tuple)) else [node.meta["val"]]
-    if any(isinstance(value, torch.Tensor) and "?" in _sizes(value) for value in values):
+    if any(isinstance(value, torch.Tensor) and "?" in show_sizes(value) for value in values):
         raise method.fail(
             f"op {op_name(node.target)} on {_operands(node)} makes a size that depends on values",
             "use torch.where or a mask of 0 and 1",
@@ -176,10 +176,7 @@ def _check_value(graph: SegmentGraph, node: fx.Node) -> None:
     assert isinstance(made_by, fx.Node)
     name = op_name(made_by.target)
     if -1 in shape or shape.count(None) > 1:
-        raise Refused(
-            f"{name} on {_operands(node)} makes {_sizes(value)}, which pairs or folds pages",
-            APART,
-        )
+        raise Refused(f"{name} on {_operands(node)} makes {show_sizes(value)}, which pairs or folds pages", APART)
     if value.dtype.is_complex or (value.dtype.is_floating_point and value.dtype is not torch.float32):
         raise Refused(
             f"{name} on {_operands(node)} makes a {value.dtype} tensor; a flow computes in float32",
@@ -209,8 +206,4 @@ _SIZE_ARGUMENTS = {  # (op, argument) that page counts may enter
 
 def _operands(node: fx.Node) -> str:
     values = [operand.meta.get("val") for operand in node.all_input_nodes]
-    return ", ".join(_sizes(value) for value in values if isinstance(value, torch.Tensor)) or "no tensor"
-
-
-def _sizes(value: torch.Tensor) -> str:
-    return "[" + ", ".join(in_pages(size) for size in value.shape) + "]"
+    return ", ".join(show_sizes(value) for value in values if isinstance(value, torch.Tensor)) or "no tensor"

@@ -17,7 +17,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from kvsieve.errors import FlowError, KvsieveError, Location
-from kvsieve.flow import Flow, source_file, with_dtype
+from kvsieve.flow import Flow, definition_of, source_file, with_dtype
 from kvsieve.maxpool import max_pool1d
 from kvsieve.ops.shape import WHOLE
 
@@ -41,10 +41,8 @@ class FlowMethod:
 
     def fail(self, problem: str, remedy: str, location: Location | None = None) -> FlowError:
         """The error to raise; without a location it points to the method."""
-        code = getattr(getattr(type(self.flow), self.method, None), "__code__", None)
-        start = Location(code.co_filename, code.co_firstlineno) if code else None
         where = f"{type(self.flow).__name__}.{self.method}"
-        return FlowError(where, one_line(problem), one_line(remedy), location or start)
+        return FlowError(where, one_line(problem), one_line(remedy), location or definition_of(self.flow, self.method))
 
     def refuse_changes(self) -> None:
         """Raise FlowError if the call changed an attribute of the flow."""
@@ -73,7 +71,6 @@ class FlowMethod:
         return self.location_of_frames([(frame.filename, frame.lineno or 0) for frame in frames])
 
     def _location_of_change(self, attribute: str) -> Location | None:
-
         try:
             lines, first = inspect.getsourcelines(getattr(type(self.flow), self.method))
             file = source_file(type(self.flow))
@@ -84,7 +81,7 @@ class FlowMethod:
 
 
 @dataclass(frozen=True)
-class Call:
+class TorchCall:
     """A torch call of the user's: its name with argument shapes, and its line."""
 
     text: str
@@ -98,10 +95,11 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.method = method
         self.shape_env: Any = None
-        self.calls: list[tuple[int, Call]] = []  # guards that exist after a call that added some
-        self.failed: tuple[Exception, Call] | None = None
+        self.calls: list[tuple[int, TorchCall]] = []  # guards that exist after a call that added some
+        self.failed: tuple[Exception, TorchCall] | None = None
 
     def start(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Called with the traced inputs before the method runs; they know the guards of the trace."""
         symbolic: list[Any] = [size for x in tensors for size in x.shape if isinstance(size, torch.SymInt)]
         self.shape_env = symbolic[0].node.shape_env if symbolic else None
 
@@ -124,7 +122,7 @@ class Watch(TorchFunctionMode):
             if self._guards() > before:
                 self.calls.append((self._guards(), _call(func, args, kwargs, line)))
 
-    def guard_problem(self) -> tuple[str, Call] | None:
+    def guard_problem(self) -> tuple[str, TorchCall] | None:
         """The first guard that ties the trace to particular page counts, and the call that made it."""
         for index, guard in enumerate(self.shape_env.guards if self.shape_env is not None else ()):
             expression = guard.expr
@@ -133,8 +131,9 @@ class Watch(TorchFunctionMode):
             frame = guard.sloc.framework_loc
             file, line = str(getattr(frame, "filename", "")), getattr(frame, "lineno", 0)
             if file in self.method.files:  # plain Python: int(W), range(W), if W > 5
-                return in_pages(expression), Call("", Location(file, int(line or 0)))
-            return in_pages(expression), next((call for count, call in self.calls if count > index), Call("", None))
+                return in_pages(expression), TorchCall("", Location(file, int(line or 0)))
+            made_by = (call for count, call in self.calls if count > index)
+            return in_pages(expression), next(made_by, TorchCall("", None))
         return None
 
     def _guards(self) -> int:
@@ -149,13 +148,13 @@ class Watch(TorchFunctionMode):
         return None
 
 
-def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], line: Location | None) -> Call:
+def _call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], line: Location | None) -> TorchCall:
     name = getattr(func, "__name__", str(func))
     name = {"__getitem__": "indexing", "__setitem__": "assignment", "__get__": "attribute"}.get(name, name.strip("_"))
     operands = [*args, *kwargs.values()]
     flat = [x for value in operands for x in (value if isinstance(value, (list, tuple)) else [value])]
-    shapes = ", ".join(_shape(value) for value in flat if isinstance(value, torch.Tensor))
-    return Call(f"op {name} on {shapes}: " if shapes else f"op {name}: ", line)
+    shapes = ", ".join(show_sizes(value) for value in flat if isinstance(value, torch.Tensor))
+    return TorchCall(f"op {name} on {shapes}: " if shapes else f"op {name}: ", line)
 
 
 def in_pages(expression: object) -> str:
@@ -165,6 +164,11 @@ def in_pages(expression: object) -> str:
     for name, sign in (("Eq", "=="), ("Ne", "!=")):
         text = re.sub(rf"^{name}\((.*), (.*)\)$", rf"\1 {sign} \2", text)
     return re.sub(r"\bu\d+\b", "?", text)
+
+
+def show_sizes(value: torch.Tensor) -> str:
+    """The shape of a traced tensor for messages, such as ``[W, 16, 64]``."""
+    return "[" + ", ".join(in_pages(size) for size in value.shape) + "]"
 
 
 def one_line(text: str) -> str:
@@ -227,10 +231,6 @@ def explain(method: FlowMethod, watch: Watch, error: Exception) -> FlowError:
         return method.fail(call_text + "folds the page axis into another", WHOLE, location)
     remedy = "mend this statement; it fails on tensors of the traced shapes"
     return method.fail(call_text + first, remedy, location)
-
-
-def _shape(value: torch.Tensor) -> str:
-    return "[" + ", ".join(in_pages(size) for size in value.shape) + "]"
 
 
 def _attributes(flow: Flow) -> dict[str, object]:

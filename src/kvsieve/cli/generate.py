@@ -12,16 +12,10 @@ import torch
 import typer
 
 from kvsieve.cli.generation import Setup, find_parting, prepare, run_dense, run_sparse
-from kvsieve.cli.options import (
-    choose_budget,
-    choose_page_size,
-    parse_dtype,
-    parse_flow_arguments,
-    parse_layers,
-)
+from kvsieve.cli.options import choose_budget, parse_dtype, parse_flow_arguments, parse_layers
 from kvsieve.cli.report import Comparison, print_report
 from kvsieve.errors import ConfigError
-from kvsieve.flow import check_flow, load_flow
+from kvsieve.flow import check_flow, choose_page_size, load_flow
 from kvsieve.models import load_model
 
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvsieve.budget import Budget
 from kvsieve.errors import ConfigError
-from kvsieve.flow import Flow
+from kvsieve.flow import Flow, flow_name
 from kvsieve.models import ATTENTION
 
 
@@ -110,7 +110,7 @@ def run_sparse(setup: Setup, flow: Flow, budget: Budget, page_size: int, skip_la
         setup.model.config, flow=flow, budget=budget, page_size=page_size, skip_layers=list(skip_layers)
     )
     setup.model.set_attn_implementation(ATTENTION)
-    run = _generate(setup, flow.name or type(flow).__name__, past_key_values=cache)
+    run = _generate(setup, flow_name(flow), past_key_values=cache)
     stats = cache.stats
     if not stats.steps:
         return run

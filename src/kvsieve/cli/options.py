@@ -14,7 +14,6 @@ from kvsieve.flow import Flow
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CONSTANTS: dict[str, Any] = {"true": True, "false": False, "none": None}
 DEFAULT_BUDGET_TOKENS = 512
-DEFAULT_PAGE_SIZE = 16
 
 
 def parse_flow_arguments(pairs: Sequence[str]) -> dict[str, Any]:
@@ -70,11 +69,6 @@ def parse_layers(text: str) -> list[int]:
             raise ConfigError(f"--skip-layers: expected layers such as 0,1,4-6, received {part!r}")
         layers.extend(range(int(first), int(last or first) + 1))
     return sorted(set(layers))
-
-
-def choose_page_size(flow: Flow, wanted: int | None) -> int:
-    """The page size asked for, or the flow's own, or 16."""
-    return wanted if wanted is not None else flow.page_size or DEFAULT_PAGE_SIZE
 
 
 def choose_budget(

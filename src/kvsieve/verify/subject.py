@@ -10,7 +10,7 @@ import torch
 
 from kvsieve.backends import Backend
 from kvsieve.budget import Budget
-from kvsieve.flow import Flow
+from kvsieve.flow import Flow, flow_name
 from kvsieve.verify.data import Data, LayerShape
 from kvsieve.verify.twin import Twin, TwinOptions
 
@@ -28,7 +28,7 @@ class Subject:
 
     @property
     def name(self) -> str:
-        return self.flow.name or type(self.flow).__name__
+        return flow_name(self.flow)
 
     @property
     def page_size(self) -> int:

@@ -1,0 +1,47 @@
+"""A Python file that holds flows, imported by its path."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+import types
+from pathlib import Path
+
+from kvsieve.errors import ConfigError
+
+
+def import_file(path: Path) -> types.ModuleType:
+    """Run a file as a module of its own.
+
+    Raises:
+        ConfigError: no such file, or it does not import; names the line.
+    """
+    if not path.is_file():
+        raise ConfigError(f"flow file {str(path)!r}: no such file; expected path/to/file.py:ClassName")
+    name = f"kvsieve_flow_{path.stem}_{abs(hash(path.resolve()))}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"flow file {str(path)!r}: expected a Python file with the ending .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # torch.export and inspect look the module up by name
+    try:
+        spec.loader.exec_module(module)
+    except ConfigError:
+        del sys.modules[name]
+        raise
+    except Exception as error:
+        del sys.modules[name]
+        line = _line_in(error, path)
+        raise ConfigError(
+            f"flow file {path}{f':{line}' if line else ''} does not import: {type(error).__name__}: {error}"
+        ) from error
+    return module
+
+
+def _line_in(error: BaseException, path: Path) -> int | None:
+    """The line of the file that an error comes from; None: none of its lines."""
+    if isinstance(error, SyntaxError):
+        return error.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((frame.lineno for frame in reversed(frames) if Path(frame.filename) == path), None)
