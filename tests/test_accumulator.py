@@ -11,9 +11,9 @@ from kvsieve.cli.accumulator import accumulator_command, accumulator_options
 from kvsieve.errors import ConfigError
 from kvsieve.flow import Flow, build_flow
 from kvsieve.paging.pool import LayerPool
-from kvsieve.verify import accumulator
-from kvsieve.verify.accumulator import AccumulatorOptions, planted, run_accumulator, stored_recurrence, ulp
+from kvsieve.verify.accumulator import planted, run_accumulator, stored_recurrence, ulp
 from kvsieve.verify.accumulator_flow import find_accumulator, with_decay, with_state_dtype
+from kvsieve.verify.accumulator_options import AccumulatorOptions, state_dtype_named
 from kvsieve.verify.accumulator_reset import check_reset
 from kvsieve.verify.accumulator_stack import FixedWindow
 from kvsieve.verify.published import SETTINGS, run_published, run_setting
@@ -279,4 +279,4 @@ def test_ulp_is_the_distance_of_neighbours():
 
 
 def test_names_of_state_dtypes():
-    assert accumulator.state_dtype_named("bf16") is accumulator.state_dtype_named("bfloat16") is BF16
+    assert state_dtype_named("bf16") is state_dtype_named("bfloat16") is BF16

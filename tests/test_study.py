@@ -166,7 +166,7 @@ def test_weights_command_needs_no_model(tmp_path, capsys):
 def test_published_command_says_which_figure_leaves_its_band(capsys, monkeypatch):
     assert run("study", "published", "--seeds", "1", "--json") == 0
     assert json.loads(capsys.readouterr().out)["passed"]
-    monkeypatch.setattr("kvsieve.verify.published.FLOW", "gqa_h2o_token_sparse_attention")
+    monkeypatch.setattr("kvsieve.verify.published.PUBLISHED_FLOW", "gqa_h2o_token_sparse_attention")
     assert run("study", "published", "--seeds", "1") == 1
     assert "NO" in (shown := capsys.readouterr().out) and "FAIL" in shown
 

@@ -8,35 +8,17 @@ from typing import Any
 
 from kvsieve.cli.progress import progress_bar
 from kvsieve.flow import Flow
-from kvsieve.verify.accumulator import AccumulatorOptions, run_accumulator, state_dtype_named
-from kvsieve.verify.accumulator_report import AccumulatorReport, StatelessReport
-
-__all__ = ["accumulator_command", "accumulator_options", "run_accumulator"]
+from kvsieve.verify.accumulator import run_accumulator
+from kvsieve.verify.accumulator_options import AccumulatorOptions, state_dtype_named
 
 
-def accumulator_options(
-    *,
-    seq_len: int | None = None,
-    steps: int | None = None,
-    group_size: int | None = None,
-    head_dim: int | None = None,
-    topk: int | None = None,
-    sink: int | None = None,
-    recent: int | None = None,
-    decay: float | None = None,
-    state_dtype: str | None = None,
-    seed: int | None = None,
-    seeds: int | None = None,
-    page_size: int | None = None,
-    backend: str | None = None,
-    device: str | None = None,
-) -> AccumulatorOptions:
-    """Options of the command line; what is None keeps its default.
+def accumulator_options(*, state_dtype: str | None = None, **options: Any) -> AccumulatorOptions:
+    """Options of the command line, named as the fields of :class:`AccumulatorOptions`; None keeps the default.
 
     Raises:
         ConfigError: a value out of range, or an unknown dtype.
     """
-    given: dict[str, Any] = {name: value for name, value in locals().items() if value is not None}
+    given = {name: value for name, value in options.items() if value is not None}
     if state_dtype is not None:
         given["state_dtype"] = state_dtype_named(state_dtype)
     return AccumulatorOptions(**given)
@@ -45,7 +27,7 @@ def accumulator_options(
 def accumulator_command(flow: Flow, options: AccumulatorOptions, *, as_json: bool = False) -> int:
     """Run, print, and return the exit code: 0 passed, 1 failed."""
     with progress_bar("accumulator") as progress:
-        report: AccumulatorReport | StatelessReport = run_accumulator(flow, options, progress=progress)
+        report = run_accumulator(flow, options, progress=progress)
     print(json.dumps(finite(report.as_json()), allow_nan=False) if as_json else report.text())
     return 0 if report.passed else 1
 

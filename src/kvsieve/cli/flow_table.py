@@ -10,6 +10,7 @@ import torch
 
 from kvsieve.backends import backend_names, get_backend
 from kvsieve.budget import Budget
+from kvsieve.dtypes import torch_name
 from kvsieve.errors import KvsieveError
 from kvsieve.flow import Flow, instantiate, list_flows
 from kvsieve.graph import FieldSpec, FlowGraphs, Geometry, trace_flow
@@ -88,7 +89,7 @@ def relative_bytes(graphs: FlowGraphs, page_size: int) -> float:
 def describe(spec: FieldSpec) -> str:
     """Shape per page, and the storage dtype unless it is K's: ``[128]``, ``[] float32``."""
     shape = f"[{', '.join(map(str, spec.shape))}]"
-    return shape if spec.dtype is None else f"{shape} {str(spec.dtype).removeprefix('torch.')}"
+    return shape if spec.dtype is None else f"{shape} {torch_name(spec.dtype)}"
 
 
 def verdict(backend: str, graphs: FlowGraphs) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from kvsieve.budget import Budget
+from kvsieve.dtypes import DTYPES
 from kvsieve.errors import ConfigError, UnknownName
 from kvsieve.flow import Flow
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CONSTANTS: dict[str, Any] = {"true": True, "false": False, "none": None}
 DEFAULT_BUDGET_TOKENS = 512
 

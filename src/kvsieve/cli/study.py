@@ -16,10 +16,12 @@ from rich.table import Table
 from kvsieve.budget import Budget
 from kvsieve.cli.generate import quiet_transformers, read_file
 from kvsieve.cli.progress import progress_bar
+from kvsieve.dtypes import STATE_DTYPES
+from kvsieve.verify.accumulator_report import ERROR, PUBLISHED_FLOW
 from kvsieve.verify.plots import check_plotting, plot_decay, plot_weights
 from kvsieve.verify.published import SEEDS, PublishedReport, run_published
 from kvsieve.verify.recorded import Recorded, record_model
-from kvsieve.verify.study import DTYPES, NOISES, STEADY, DecayStudy, study_decay
+from kvsieve.verify.study import NOISES, STEADY, DecayStudy, study_decay
 from kvsieve.verify.study_weights import RATIOS, WeightsStudy, planted_segments, study_weights
 
 PIPE_WIDTH = 150
@@ -102,18 +104,18 @@ def show_decay(study: DecayStudy) -> None:
     for kind in NOISES:
         rows = []
         for row in sorted(
-            (row for row in study.rows if row.attention == kind), key=lambda row: list(DTYPES).index(row.dtype)
+            (row for row in study.rows if row.attention == kind), key=lambda row: list(STATE_DTYPES).index(row.dtype)
         ):
             power = "decay 1" if row.power is None else str(row.power)
             shares = (f"{row.lost:.1%}", f"{row.agree:.0%}", f"{row.agree_sum:.0%}", f"{row.recall:.0%}")
             frozen = "-" if row.frozen is None else str(row.frozen)
             rows.append([power, row.dtype, f"{row.stored_decay:.8g}", f"{row.error:.1e}", *shares, frozen])
         show_table(f"{kind} attention", titles, rows)
-    for name in DTYPES:
+    for name in STATE_DTYPES:
         found = {kind: study.longest(name, kind) for kind in NOISES}
         names = {kind: "none" if power is None else f"1 - 2**-{power}" for kind, power in found.items()}
         words = ", ".join(f"{longest} ({kind} attention)" for kind, longest in names.items())
-        print(f"{name}: longest decay with relative error below 0.15: {words}")
+        print(f"{name}: longest decay with relative error below {ERROR}: {words}")
     print(bound_words(study))
 
 
@@ -153,7 +155,7 @@ def show_published(report: PublishedReport) -> None:
         for one in report.figures
     ]  # fmt: skip
     show_table(
-        f"h2o_token_sparse_attention, {report.seeds} seeds",
+        f"{PUBLISHED_FLOW}, {report.seeds} seeds",
         ("setting", "figure", "here", "band", "published (one seed; eight)", "within"),
         rows,
     )

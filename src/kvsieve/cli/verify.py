@@ -14,10 +14,11 @@ from rich.progress import Progress
 from kvsieve.backends import backend_names
 from kvsieve.cli.accumulator import accumulator_command, accumulator_options
 from kvsieve.cli.options import parse_flow_arguments
+from kvsieve.dtypes import DTYPES
 from kvsieve.errors import ConfigError, UnknownName
 from kvsieve.flow import list_flows, load_flow
 from kvsieve.verify.programs import FuzzResult
-from kvsieve.verify.run import DTYPES, Order, fuzz_in_parallel, verify_all
+from kvsieve.verify.run import Order, fuzz_in_parallel, verify_all
 from kvsieve.verify.suite import CHECKS
 
 WRONG = 1

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvsieve.budget import Budget
-from kvsieve.errors import ConfigError
 from kvsieve.flow import Flow
 from kvsieve.reference import rank
 from kvsieve.verify.accumulator_data import PlantedWindow, WindowData
@@ -20,6 +18,7 @@ from kvsieve.verify.accumulator_flow import (
     with_decay,
     with_state_dtype,
 )
+from kvsieve.verify.accumulator_options import AccumulatorOptions
 from kvsieve.verify.accumulator_report import AccumulatorReport, Outcome, Row, StatelessReport, error_tolerance
 from kvsieve.verify.accumulator_reset import check_reset, check_stateless
 from kvsieve.verify.accumulator_stack import FixedWindow
@@ -28,80 +27,7 @@ from kvsieve.verify.rounding import F64
 
 Progress = Callable[[int, int], None]
 """Told (steps done, steps in all)."""
-STATE_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-}
 ROWS = (1, 10, 25, 50, 100, 200, 300, 400, 600, 800, 1200, 2000, 4000, 8000, 16000)
-
-
-@dataclass(frozen=True)
-class AccumulatorOptions:
-    """What is run. Defaults are the setting of the published figures, but for the state's dtype.
-
-    Args:
-        seq_len: tokens of the segment, the same at every step. steps: decode steps.
-        group_size: query heads of the KV head. head_dim: width of K and V.
-        topk, sink, recent: the budget, in pages.
-        decay: of the accumulator; None: the flow's own.
-        state_dtype: floating dtype of the state rows; None: the flow's own.
-        seed: first of ``seeds`` consecutive ones, a request each.
-
-    Raises:
-        ConfigError: a number out of range, or a window that is not larger than ``topk``.
-    """
-
-    seq_len: int = 128
-    steps: int = 600
-    group_size: int = 4
-    head_dim: int = 128
-    topk: int = 32
-    sink: int = 4
-    recent: int = 8
-    decay: float | None = None
-    state_dtype: torch.dtype | None = None
-    seed: int = 0
-    seeds: int = 1
-    page_size: int | None = None
-    backend: str = "eager"
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("seq_len", 2),
-            ("steps", 2),
-            ("group_size", 1),
-            ("head_dim", 1),
-            ("topk", 1),
-            ("seeds", 1),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}: expected an integer >= {least}, received {getattr(self, name)}")
-        if self.decay is not None and not 0 <= self.decay <= 1:
-            raise ConfigError(f"decay: expected a number in [0, 1], received {self.decay}")
-
-    @property
-    def budget(self) -> Budget:
-        """The budget in pages."""
-        return Budget(self.topk, self.sink, self.recent)
-
-    def window(self, page_size: int) -> int:
-        """Pages that compete.
-
-        Raises:
-            ConfigError: not more than ``topk``.
-        """
-        width = self.budget.window(-(-self.seq_len // page_size))
-        if width <= self.topk:
-            raise ConfigError(
-                f"a segment of {self.seq_len} tokens in pages of {page_size} leaves {width} pages between sink and "
-                f"recent: expected more than topk {self.topk}; raise --seq-len or lower --topk"
-            )
-        return width
 
 
 def run_accumulator(
@@ -144,7 +70,7 @@ def run_with_data(
     stored_decay = float(torch.tensor(found.decay, dtype=dtype))
     flow = found.flow if stored_decay == found.decay else with_decay(found.flow, stored_decay)
     stack = FixedWindow(with_state_dtype(flow, dtype), options.budget, page_size, data, options.backend, options.device)
-    twins = [Twin(found, one, options, page_size, dtype) for one in data]
+    twins = [ExactSegment(found, one, options, page_size, dtype) for one in data]
     run_steps(stack, twins, options.steps, progress)
     outcomes = [twin.outcome(options.seed + place) for place, twin in enumerate(twins)]
     reset = check_reset(stack, found.field, twins[0].initial)
@@ -153,7 +79,7 @@ def run_with_data(
     )
 
 
-def run_steps(stack: FixedWindow, twins: Sequence[Twin], steps: int, progress: Progress) -> None:
+def run_steps(stack: FixedWindow, twins: Sequence[ExactSegment], steps: int, progress: Progress) -> None:
     """All steps on both sides. The last one runs on forks too, with the opposite query: state must answer to it."""
     for step in range(1, steps + 1):
         queries = [twin.data.query() for twin in twins]
@@ -178,7 +104,7 @@ def run_steps(stack: FixedWindow, twins: Sequence[Twin], steps: int, progress: P
 
 
 @dataclass
-class Twin:
+class ExactSegment:
     """The float64 side of one segment, and what was measured against it."""
 
     found: Accumulator
@@ -274,14 +200,3 @@ def stored_recurrence(
         state = (increment + factor * state.float()).to(dtype)
         see(step, state)
     return state
-
-
-def state_dtype_named(name: str) -> torch.dtype:
-    """``bfloat16``, ``float16`` or ``float32``, or their short names.
-
-    Raises:
-        ConfigError: another name.
-    """
-    if name not in STATE_DTYPES:
-        raise ConfigError(f"--state-dtype: expected one of {', '.join(STATE_DTYPES)}, received {name!r}")
-    return STATE_DTYPES[name]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from kvsieve.verify.accumulator import AccumulatorOptions
+from kvsieve.dtypes import torch_name
+from kvsieve.verify.accumulator_options import AccumulatorOptions
 
 ERROR, LOST, RESPONSE, WITHIN = 0.15, 0.10, 1e-4, 1.0
 """Tolerances: relative error; share of mass lost; least answer to a changed last step; boundary in ulp that excuses."""
@@ -16,6 +16,7 @@ SINGLE_ERROR = 1e-5
 """Relative error of a float32 state, unless its window is so long that worst-case rounding exceeds it."""
 SLACK = 1.1
 PUBLISHED_FLOW = "h2o_token_sparse_attention"
+"""The flow of the published figures, and of the studies."""
 PUBLISHED = {
     (0.984375, "bfloat16"): "published, one seed: mass 64.50 of 64.00, rel. error 1.82e-2, top-32 100 %; "
     "over eight: 0.024-0.030, 64.4-64.7, 94-100 %",
@@ -135,7 +136,7 @@ class AccumulatorReport:
     @property
     def dtype_name(self) -> str:
         """``bfloat16``, ``float16`` or ``float32``."""
-        return str(self.dtype).removeprefix("torch.")
+        return torch_name(self.dtype)
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""

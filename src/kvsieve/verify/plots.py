@@ -7,9 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from kvsieve.dtypes import STATE_DTYPES
 from kvsieve.errors import ConfigError
 from kvsieve.verify.accumulator_report import ERROR
-from kvsieve.verify.study import DTYPES, NOISES, DecayStudy
+from kvsieve.verify.study import NOISES, DecayStudy
 from kvsieve.verify.study_weights import RATIOS, WeightsStudy
 
 
@@ -21,7 +22,7 @@ def plot_decay(study: DecayStudy, path: Path) -> None:
     """
     figure, axes = new_figure(len(NOISES), 3, (13, 3.4 * len(NOISES)))
     for line, kind in zip(axes, NOISES, strict=True):
-        for dtype in DTYPES:
+        for dtype in STATE_DTYPES:
             rows = study.of(dtype, kind)
             x = range(len(rows))
             line[0].semilogy(x, [max(row.error, 1e-8) for row in rows], marker="o", label=dtype)

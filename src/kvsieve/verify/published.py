@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from kvsieve.flow import build_flow
-from kvsieve.verify.accumulator import AccumulatorOptions, Progress, planted, run_with_data
+from kvsieve.verify.accumulator import Progress, planted, run_with_data
 from kvsieve.verify.accumulator_data import PrescribedWindow, WindowData
 from kvsieve.verify.accumulator_flow import find_accumulator, with_decay
-from kvsieve.verify.accumulator_report import AccumulatorReport, Outcome
+from kvsieve.verify.accumulator_options import AccumulatorOptions
+from kvsieve.verify.accumulator_report import PUBLISHED_FLOW, AccumulatorReport, Outcome
 from kvsieve.verify.poison import poisoned_pools
 
-FLOW = "h2o_token_sparse_attention"
 SEEDS = 8
 WINDOWED, UNDECAYED = 1 - 2**-6, 1.0
 ALONE_TOKENS, ALONE_STEPS = 128, 800
@@ -139,7 +139,7 @@ class PublishedReport:
     def as_json(self) -> dict[str, Any]:
         """Plain JSON values."""
         figures = [{**asdict(figure), "within": figure.within} for figure in self.figures]
-        return {"flow": FLOW, "seeds": self.seeds, "figures": figures, "passed": self.passed}
+        return {"flow": PUBLISHED_FLOW, "seeds": self.seeds, "figures": figures, "passed": self.passed}
 
 
 def run_published(
@@ -176,6 +176,8 @@ def run_setting(setting: Setting, seed: int, seeds: int) -> AccumulatorReport:
         )
         data = [PrescribedWindow(one, ALONE_TOKENS) for one in range(seed, seed + seeds)]
     with poisoned_pools():
-        found = find_accumulator(with_decay(build_flow(FLOW), setting.decay), 1, options.head_dim, options.group_size)
+        found = find_accumulator(
+            with_decay(build_flow(PUBLISHED_FLOW), setting.decay), 1, options.head_dim, options.group_size
+        )
         assert found is not None
         return run_with_data(found, options, data, 1, lambda done, total: None)

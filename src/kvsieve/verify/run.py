@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 
+from kvsieve.dtypes import DTYPES
 from kvsieve.flow import Flow, build_flow, load_flow
 from kvsieve.verify.checks import Numbers
 from kvsieve.verify.programs import FuzzResult, fuzz
 from kvsieve.verify.report import FlowReport
 from kvsieve.verify.subject import Subject
 from kvsieve.verify.suite import CHECKS, GRID, Check, Outcome, run_check
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 FUZZ_CHUNK = 20
 """Programmes a worker takes at a time."""

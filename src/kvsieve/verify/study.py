@@ -8,22 +8,21 @@ from typing import Any
 
 import torch
 
+from kvsieve.dtypes import STATE_DTYPES
 from kvsieve.flow import build_flow
 from kvsieve.reference import rank
 from kvsieve.verify.accumulator import Progress, stored_recurrence
 from kvsieve.verify.accumulator_data import NOISE, SPREAD, PlantedWindow
 from kvsieve.verify.accumulator_flow import ExactScore
-from kvsieve.verify.accumulator_report import ERROR
+from kvsieve.verify.accumulator_report import ERROR, PUBLISHED_FLOW
 from kvsieve.verify.rounding import F64
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 POWERS = tuple(range(1, 13))
 STEADY, VARIED = "steady", "varied"
 NOISES = {STEADY: 0.02, VARIED: NOISE}
 """How much attention differs from step to step: hardly, and as in the published setting (``PlantedWindow``'s noise)."""
 LOOKS = 8
 """Top-k sets are compared at so many steps of the last half."""
-FLOW = "h2o_token_sparse_attention"
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ class DecayStudy:
         """Plain JSON values."""
         rows = [{**asdict(row), "decay": row.decay, "works": row.works} for row in self.rows]
         setting = {"steps": self.steps, "topk": self.topk, "tokens": self.tokens, "seed": self.seed}
-        longest = {dtype: {kind: self.longest(dtype, kind) for kind in NOISES} for dtype in DTYPES}
+        longest = {dtype: {kind: self.longest(dtype, kind) for kind in NOISES} for dtype in STATE_DTYPES}
         return {**setting, "longest": longest, "rows": rows}
 
 
@@ -113,16 +112,16 @@ def study_decay(
         increments = planted_increments(seed, tokens, steps, noise)
         for power in decays:
             exact = Sweep(increments, 1.0 if power is None else 1 - 2.0**-power, topk)
-            for name, dtype in DTYPES.items():
+            for name, dtype in STATE_DTYPES.items():
                 rows.append(exact.row(name, dtype, kind, power))
-                progress(len(rows), len(NOISES) * len(decays) * len(DTYPES))
+                progress(len(rows), len(NOISES) * len(decays) * len(STATE_DTYPES))
     return DecayStudy(steps, topk, tokens, seed, rows)
 
 
 def planted_increments(seed: int, tokens: int, steps: int, noise: float) -> torch.Tensor:
     """What the flow adds in each step, float64 [steps, tokens]: attention of the mean query over planted keys."""
     data = PlantedWindow(seed, tokens, group=4, head_dim=128, spread=SPREAD, noise=noise)
-    score = ExactScore(build_flow(FLOW), data.k[:, None], data.v[:, None], tokens + 1, 0)
+    score = ExactScore(build_flow(PUBLISHED_FLOW), data.k[:, None], data.v[:, None], tokens + 1, 0)
     return torch.stack([score.increment("heavy", data.query()) for _ in range(steps)])
 
 
