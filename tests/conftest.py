@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-import kvsieve.paging.pool
-from support import poison
+from kvsieve.verify.poison import poisoned_pools
 
 # The same examples in every run, however slow or busy the machine is.
 settings.register_profile(
@@ -22,9 +22,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def poisoned_memory() -> Iterator[None]:
     """Every buffer that a pool creates is full of NaN, or of garbage where NaN does not exist."""
-    monkeypatch.setattr(kvsieve.paging.pool, "uninitialised", poison)
+    with poisoned_pools():
+        yield
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from kvsieve.flow import DoublePrecision, Flow, PageFields, extra_parameters, with_dtype
 from kvsieve.graph import FlowGraphs, Geometry
 from kvsieve.lower import Program, lower
-from support import garbage
+from kvsieve.verify.poison import garbage
 
 F64 = torch.float64
 BOUND = 1e-5

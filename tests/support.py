@@ -1,4 +1,8 @@
-"""Shared by the tests: poisoned memory, a runtime beside its reference, error bounds derived from the data."""
+"""Shared by the tests: a poisoned runtime beside its reference, end to end, with bounds derived on paper.
+
+``kvsieve.verify`` judges stage by stage with bounds it measures; this judges the whole step with bounds from analysis.
+The two find each other's mistakes.
+"""
 
 from __future__ import annotations
 
@@ -16,57 +20,22 @@ from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.table import RequestId
 from kvsieve.reference import ReferenceSegment, ReferenceStep
 from kvsieve.runtime import Attended, Runtime
+from kvsieve.verify.data import Draw, LayerShape
+from kvsieve.verify.poison import spoil_free_memory
+from kvsieve.verify.rounding import F64, unit_roundoff
 
-F64 = torch.float64
 U32 = 2.0**-24
 """Unit roundoff of float32."""
 RELATIVE = 1e-5
 """What float32 outputs may differ from the reference, relative to the largest value of their row."""
 
 
-def unit_roundoff(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps / 2
-
-
-def garbage(dtype: torch.dtype) -> float | int | bool:
-    """A value that no result survives: NaN, or the largest integers."""
-    if dtype.is_floating_point:
-        return float("nan")
-    return True if dtype is torch.bool else torch.iinfo(dtype).max - 41
-
-
-def poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Stands in for uninitialised memory."""
-    return torch.full(tuple(shape), garbage(dtype), dtype=dtype, device=device)
-
-
-def spoil(pool: LayerPool, blocks: Sequence[int], rows: Sequence[int]) -> None:
-    """Poison blocks (K, V and summaries) and state rows, as far as the pool has grown."""
-    fields = [(field, blocks) for field in (pool.k, pool.v, *pool.summaries.values())]
-    for field, places in [*fields, *((field, rows) for field in pool.state.values())]:
-        field[:, [place for place in places if place < field.shape[1]]] = garbage(field.dtype)
-
-
 class PoisonedRuntime(Runtime):
-    """What a finished request leaves behind is poisoned at once, and the null block with it."""
+    """What a finished request leaves behind is poisoned at once, and all other memory that nobody holds."""
 
     def finish(self, requests: Sequence[RequestId]) -> None:
-        blocks = [block for request in requests for block in self.tables[request].blocks]
-        rows = [row for request in requests for row in self.tables[request].rows]
         super().finish(requests)
-        freed = [block for block in blocks if not self.tables.block_allocator.references(block)]
-        for _, layer in self.layers.items():
-            spoil(layer.pool, [NULL_BLOCK, *freed], [NULL_BLOCK, *rows])
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A layer: KV heads, group size, widths of K and V."""
-
-    heads: int
-    group: int
-    head_dim: int
-    v_head_dim: int
+        spoil_free_memory(self)
 
 
 @dataclass
@@ -76,9 +45,6 @@ class Tally:
     selections: int = 0
     excused: int = 0
     worst: float = 0.0
-
-
-Draw = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Twin:
@@ -98,7 +64,7 @@ class Twin:
         flow: Flow | str,
         budget: BudgetLike,
         page_size: int,
-        shapes: Sequence[Shape],
+        shapes: Sequence[LayerShape],
         *,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -283,7 +249,7 @@ class Twin:
             return expected
         assert expected.scores is not None, (selection, expected.selection)
         assert selection == sorted(set(selection)) and len(selection) == len(expected.selection)
-        sink = self._sink(segment)
+        sink = segment.budget.sink
         lost = [page - sink for page in set(expected.selection) - set(selection)]
         won = [page - sink for page in set(selection) - set(expected.selection)]
         assert min(lost + won) >= 0 and max(lost + won) < len(expected.scores), (selection, expected.selection)
@@ -320,7 +286,7 @@ class Twin:
             return torch.zeros(0, dtype=F64)
         carried = self.state_error[layer, request, head]
         carried += [0.0] * (len(segment.state) - len(carried))
-        window = slice(self._sink(segment), self._sink(segment) + len(step.scores))
+        window = slice(segment.budget.sink, segment.budget.sink + len(step.scores))
         pool = self.pool(layer)
         floating = [field.dtype for field in pool.summaries.values() if field.is_floating_point()]
         stored = max((unit_roundoff(dtype) for dtype in floating if dtype.itemsize < 4), default=0.0)
@@ -329,23 +295,18 @@ class Twin:
             carried[window] = errors.tolist()
         return errors
 
-    def _segment(self, layer: int, shape: Shape, head: int) -> ReferenceSegment:
-        flow, budget = self.flow, None
-        if layer in self.dense_layers:
-            flow, budget = Flow(), Budget(0, 0, 10**9)
+    def _segment(self, layer: int, shape: LayerShape, head: int) -> ReferenceSegment:
+        dense = layer in self.dense_layers
         sinks = None if self.sinks is None else self.sinks.unflatten(0, (shape.heads, shape.group))[head]
         return ReferenceSegment(
-            flow,
-            budget or budget_for_layer(self.budget, layer),
+            Flow() if dense else self.flow,
+            Budget(0, 0, 10**9) if dense else budget_for_layer(self.budget, layer),
             self.page_size,
             scale=self.scale,
             softcap=self.softcap,
             sinks=sinks,
             layer=layer,
         )
-
-    def _sink(self, segment: ReferenceSegment) -> int:
-        return segment.budget.sink
 
     def _options(self) -> dict[str, object]:
         return {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}

@@ -14,14 +14,16 @@ import torch
 from kvsieve.budget import Budget
 from kvsieve.errors import ConfigError
 from kvsieve.flow import Flow, list_flows
-from support import F64, Shape, Twin, unit_roundoff
+from kvsieve.verify.data import LayerShape
+from kvsieve.verify.rounding import F64, unit_roundoff
+from support import Twin
 
 FLOWS = list(list_flows())
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *HALVES)
 
 
-def build(name: str, shapes: list[Shape], **arguments: Any) -> Twin:
+def build(name: str, shapes: list[LayerShape], **arguments: Any) -> Twin:
     cls = list_flows()[name]
     budget = Budget(0, 1, 2) if cls.score is None else Budget(2, 1, 2)
     return Twin(name, budget, cls.page_size or 4, shapes, **arguments)
@@ -41,7 +43,7 @@ def life(twin: Twin, steps: int = 4) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", FLOWS)
 def test_sixteen_bits(name: str, dtype: torch.dtype) -> None:
-    twin = build(name, [Shape(2, 3, 64, 64), Shape(1, 4, 80, 48)], dtype=dtype)
+    twin = build(name, [LayerShape(2, 3, 64, 64), LayerShape(1, 4, 80, 48)], dtype=dtype)
     life(twin)
     assert twin.tally.excused <= 0.1 * twin.tally.selections
     result = twin.step(list(twin.runtime.tables))[0]
@@ -53,7 +55,7 @@ def test_sixteen_bits(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 def test_sixteen_bit_error_is_near_its_bound(dtype: torch.dtype) -> None:
     """The bound is sharp: honest steps reach half an ulp, and a fault of four ulps in one value is caught."""
-    twin = build("block_sparse_attention", [Shape(1, 2, 64, 64)], dtype=dtype)
+    twin = build("block_sparse_attention", [LayerShape(1, 2, 64, 64)], dtype=dtype)
     (request,) = twin.admit()
     twin.extend([request], [50], compare=False)
     twin.step([request])
@@ -70,7 +72,7 @@ def test_sixteen_bit_error_is_near_its_bound(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(16, 40), (40, 16), (1, 7), (5, 3), (192, 128)])
 def test_k_and_v_widths_differ(head_dim: int, v_head_dim: int, dtype: torch.dtype) -> None:
-    life(build("gqa_quest_sparse_attention", [Shape(2, 3, head_dim, v_head_dim)], dtype=dtype))
+    life(build("gqa_quest_sparse_attention", [LayerShape(2, 3, head_dim, v_head_dim)], dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -88,14 +90,14 @@ def test_k_and_v_widths_differ(head_dim: int, v_head_dim: int, dtype: torch.dtyp
 @pytest.mark.parametrize("name", ["gqa_block_sparse_attention", "h2o_token_sparse_attention", "streaming_llm"])
 def test_softcap_sinks_and_scale(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     """Honoured in whole prefill, chunks and steps; scores see neither soft-cap nor sinks."""
-    life(build(name, [Shape(2, 3, 32, 24), Shape(3, 2, 16, 16)], dtype=dtype, **options))
+    life(build(name, [LayerShape(2, 3, 32, 24), LayerShape(3, 2, 16, 16)], dtype=dtype, **options))
 
 
 def test_options_are_honoured_at_all() -> None:
     """Each option changes the output: the comparison above is not one of two omissions."""
     outs = []
     for options in ({}, {"softcap": 2.0}, {"sinks": torch.ones(6)}, {"scale": 0.5}):
-        twin = build("streaming_llm", [Shape(2, 3, 32, 24)], **options)  # type: ignore[arg-type]
+        twin = build("streaming_llm", [LayerShape(2, 3, 32, 24)], **options)  # type: ignore[arg-type]
         (request,) = twin.admit()
         prefill = twin.extend([request], [20])[0]
         chunk = twin.extend([request], [3])[0]
@@ -117,7 +119,7 @@ class Parametrised(Flow):
 
 @pytest.mark.parametrize("scale", [None, 0.3, 2.0])
 def test_layer_and_scale_reach_score(scale: float | None) -> None:
-    twin = Twin(Parametrised(), Budget(2, 1, 1), 3, [Shape(2, 2, 8, 8)] * 3, scale=scale)
+    twin = Twin(Parametrised(), Budget(2, 1, 1), 3, [LayerShape(2, 2, 8, 8)] * 3, scale=scale)
     requests = twin.admit(2)
     draw = twin.draw(0, 40)
     twin.extend(requests, [30, 10], draws=[draw] * 3)
@@ -155,7 +157,7 @@ class Fields(Flow):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_summaries_of_all_dtypes(dtype: torch.dtype) -> None:
-    twin = Twin(Fields(), Budget(2, 1, 1), 4, [Shape(2, 2, 8, 6)], dtype=dtype)
+    twin = Twin(Fields(), Budget(2, 1, 1), 4, [LayerShape(2, 2, 8, 6)], dtype=dtype)
     life(twin)
     stored = {name: field.dtype for name, field in twin.pool(0).summaries.items()}
     assert stored == {
@@ -181,7 +183,7 @@ class SmallState(Flow):
 
 
 def test_state_keeps_the_dtype_of_its_initial_value() -> None:
-    runtime = Twin(SmallState(), Budget(2, 1, 1), 4, [Shape(1, 2, 8, 8)]).runtime
+    runtime = Twin(SmallState(), Budget(2, 1, 1), 4, [LayerShape(1, 2, 8, 8)]).runtime
     request = runtime.admit()
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(40, heads, 8, generator=generator) for heads in (2, 1, 1))
@@ -200,7 +202,7 @@ def test_state_keeps_the_dtype_of_its_initial_value() -> None:
 
 def test_budgets_per_layer() -> None:
     budgets = {0: Budget(1, 0, 1), 1: Budget(3, 2, 1), 2: Budget(0, 1, 2, ratio=0.5), 3: Budget(0, 1, 1)}
-    twin = Twin("gqa_h2o_sparse_attention", budgets, 3, [Shape(2, 2, 8, 8)] * 4)
+    twin = Twin("gqa_h2o_sparse_attention", budgets, 3, [LayerShape(2, 2, 8, 8)] * 4)
     requests = twin.admit(3)
     twin.extend(requests, [40, 8, 20])
     for _ in range(5):
@@ -211,7 +213,7 @@ def test_budgets_per_layer() -> None:
 
 
 def test_a_layer_without_a_budget_is_refused() -> None:
-    twin = Twin("gqa_quest_sparse_attention", {0: Budget(1)}, 4, [Shape(1, 1, 8, 8)])
+    twin = Twin("gqa_quest_sparse_attention", {0: Budget(1)}, 4, [LayerShape(1, 1, 8, 8)])
     request = twin.runtime.admit()
     call = twin.runtime.extend([request], [2])
     call.attend(0, *twin.draw(0, 2))
@@ -224,7 +226,7 @@ def test_a_layer_without_a_budget_is_refused() -> None:
 def test_ratio_budgets(name: str, ratio: float) -> None:
     """Every length from 1 to 64 pages: the share kept is the exact floor, in a ragged batch of different shares."""
     p = list_flows()[name].page_size or 2
-    twin = Twin(name, Budget(1, 1, 1, ratio=ratio), p, [Shape(1, 2, 8, 8)])
+    twin = Twin(name, Budget(1, 1, 1, ratio=ratio), p, [LayerShape(1, 2, 8, 8)])
     requests = twin.admit(3)
     twin.extend(requests, [1, 20 * p, 33 * p], compare=False)
     for _ in range(31 * p):
@@ -234,7 +236,9 @@ def test_ratio_budgets(name: str, ratio: float) -> None:
 
 @pytest.mark.parametrize("name", FLOWS)
 def test_dense_layers(name: str) -> None:
-    twin = build(name, [Shape(2, 3, 16, 16), Shape(2, 3, 16, 16), Shape(1, 2, 8, 12)], dense_layers=[0, 2])
+    twin = build(
+        name, [LayerShape(2, 3, 16, 16), LayerShape(2, 3, 16, 16), LayerShape(1, 2, 8, 12)], dense_layers=[0, 2]
+    )
     life(twin)
     for layer in (0, 2):
         assert not twin.pool(layer).summaries and not twin.pool(layer).state

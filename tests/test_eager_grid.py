@@ -13,12 +13,10 @@ import pytest
 
 from kvsieve.budget import Budget
 from kvsieve.flow import list_flows
-from support import Shape, Twin
+from kvsieve.verify.data import LayerShape
+from kvsieve.verify.suite import GROUPS, HEAD_DIMS, KV_HEADS, PAGE_SIZES
+from support import Twin
 
-GROUPS = (1, 3, 4, 7, 8, 24)
-HEAD_DIMS = (64, 80, 128)
-PAGE_SIZES = (1, 5, 16, 33)
-KV_HEADS = (1, 3, 5)
 STEPS = 3
 
 CELLS = [
@@ -44,7 +42,7 @@ def test_eager_equals_the_reference(name: str, page_size: int, group: int) -> No
     excused = 0
     for head_dim in HEAD_DIMS:
         # V is as wide as K except in the last layer.
-        shapes = [Shape(heads, group, head_dim, head_dim if heads < 5 else 48) for heads in KV_HEADS]
+        shapes = [LayerShape(heads, group, head_dim, head_dim if heads < 5 else 48) for heads in KV_HEADS]
         twin = Twin(name, budget, page_size, shapes, seed=group * 1000 + head_dim)
         lengths = boundary_lengths(page_size, budget)
         requests = twin.admit(len(lengths))
@@ -61,7 +59,7 @@ def test_eager_equals_the_reference(name: str, page_size: int, group: int) -> No
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_prefill_equals_the_reference(page_size: int, head_dim: int, group: int) -> None:
     """Prefill does not depend on the flow: whole, then a second turn on top of it, ragged."""
-    shapes = [Shape(heads, group, head_dim, head_dim if heads < 5 else 48) for heads in KV_HEADS]
+    shapes = [LayerShape(heads, group, head_dim, head_dim if heads < 5 else 48) for heads in KV_HEADS]
     twin = Twin("streaming_llm", Budget(0, 1, 1), page_size, shapes, seed=group)
     p = page_size
     requests = twin.admit(5)

@@ -19,7 +19,9 @@ from kvsieve.budget import Budget
 from kvsieve.errors import ConfigError
 from kvsieve.flow import Flow, build_flow, list_flows, with_dtype
 from kvsieve.graph import Geometry, trace_flow
-from support import F64, Shape, Twin
+from kvsieve.verify.data import LayerShape
+from kvsieve.verify.rounding import F64
+from support import Twin
 
 SHIPPED = {
     "block_sparse_attention": None,
@@ -254,7 +256,7 @@ def test_default_scale_follows_the_head_dim(head_dim: int) -> None:
     """One flow object, two geometries: the default scale is each one's ``head_dim ** -0.5``."""
     name = "gqa_h2o_token_sparse_attention"
     implied, given_scale = (
-        Twin(build_flow(name, **arguments), Budget(2, 1, 1), 1, [Shape(1, 2, head_dim, 8)])
+        Twin(build_flow(name, **arguments), Budget(2, 1, 1), 1, [LayerShape(1, 2, head_dim, 8)])
         for arguments in ({}, {"scale": head_dim**-0.5})
     )
     for twin in (implied, given_scale):

@@ -13,9 +13,9 @@ from kvsieve.ops import row_of, table
 from kvsieve.ops.__main__ import page
 from kvsieve.segment import SegmentGraph, checked_graph
 from kvsieve.tracing import export
+from kvsieve.verify.poison import garbage
 from kvsieve.watch import FlowMethod
 from op_cases import CASES
-from support import garbage
 
 WIDTHS = (3, 1, 7, 2)
 PER_PAGE = {"x": (2, 3), "y": (3,), "s": (), "i": (), "b": ()}

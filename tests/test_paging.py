@@ -18,7 +18,8 @@ from kvsieve.graph import FieldSpec
 from kvsieve.paging.allocator import NULL_BLOCK, BlockAllocator, BlockId
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.table import RequestId, RequestTables
-from support import Shape, Twin
+from kvsieve.verify.data import LayerShape
+from support import Twin
 
 CPU = torch.device("cpu")
 
@@ -219,7 +220,7 @@ def test_entering_rows_start_at_the_initial_value_and_touch_no_other() -> None:
 def test_recycled_blocks_leak_nothing(name: str) -> None:
     """A tiny pool, poisoned on finish: every block is used many times over, and everything equals the reference."""
     page_size = 1 if "token" in name else 3
-    twin = Twin(name, Budget(2, 1, 1), page_size, [Shape(2, 3, 8, 6)], num_blocks=22, seed=5)
+    twin = Twin(name, Budget(2, 1, 1), page_size, [LayerShape(2, 3, 8, 6)], num_blocks=22, seed=5)
     used: Counter[int] = Counter()
     alive: list[RequestId] = []
     for turn in range(12):
@@ -238,7 +239,7 @@ def test_recycled_blocks_leak_nothing(name: str) -> None:
 
 def test_state_of_a_recycled_row_starts_afresh() -> None:
     """Without poison: a row that keeps the finished request's accumulator is a plausible number, and wrong."""
-    twin = Twin("gqa_h2o_token_sparse_attention", Budget(2, 1, 1), 1, [Shape(1, 2, 8, 8)])
+    twin = Twin("gqa_h2o_token_sparse_attention", Budget(2, 1, 1), 1, [LayerShape(1, 2, 8, 8)])
     for turn in range(3):
         requests = twin.admit(2)
         twin.extend(requests, [6 + turn, 4], compare=False)
@@ -251,7 +252,7 @@ def test_state_of_a_recycled_row_starts_afresh() -> None:
 @pytest.mark.parametrize("page_size", [1, 2, 5])
 def test_page_boundaries_token_by_token(page_size: int) -> None:
     """One token at a time across five pages: what is stored, and when a page is summarised."""
-    twin = Twin("gqa_h2o_sparse_attention", Budget(1, 1, 1), page_size, [Shape(2, 2, 6, 4)])
+    twin = Twin("gqa_h2o_sparse_attention", Budget(1, 1, 1), page_size, [LayerShape(2, 2, 6, 4)])
     (request,) = twin.admit()
     twin.extend([request], [1])
     for length in range(2, 5 * page_size + 2):
@@ -264,7 +265,7 @@ def test_page_boundaries_token_by_token(page_size: int) -> None:
 
 
 def test_out_of_pages_is_clear_and_harmless() -> None:
-    twin = Twin("h2o_token_sparse_attention", Budget(2, 1, 1), 1, [Shape(2, 2, 8, 8)], num_blocks=10)
+    twin = Twin("h2o_token_sparse_attention", Budget(2, 1, 1), 1, [LayerShape(2, 2, 8, 8)], num_blocks=10)
     first, second = twin.admit(2)
     twin.extend([first, second], [5, 4])
     memory = {name: field.clone() for name, field in (("k", twin.pool(0).k), ("s", twin.pool(0).state["heavy"]))}

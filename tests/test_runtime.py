@@ -16,9 +16,12 @@ from kvsieve.flow import Flow, list_flows
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Rows
 from kvsieve.runtime import Attended, Runtime
-from support import F64, RELATIVE, PoisonedRuntime, Shape, Twin
+from kvsieve.verify.data import LayerShape
+from kvsieve.verify.rounding import F64
+from kvsieve.verify.unselected import UnselectedNaN
+from support import RELATIVE, PoisonedRuntime, Twin
 
-SHAPES = [Shape(2, 3, 16, 16), Shape(1, 2, 8, 12)]
+SHAPES = [LayerShape(2, 3, 16, 16), LayerShape(1, 2, 8, 12)]
 FLOWS = list(list_flows())
 
 
@@ -149,35 +152,14 @@ def test_two_runtimes_share_nothing() -> None:
 # What is attended
 
 
-class PoisonUnselected(EagerBackend):
-    """Writes NaN into K and V of every page that a segment did not select, before attending. Restores them after."""
-
-    poisoned = 0
-
-    def attend(
-        self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = pool.k.clone(), pool.v.clone()
-        for i, length in enumerate(rows.lengths):
-            for head in range(pool.num_kv_heads):
-                chosen = set(selection.pages[i, head, : selection.count[i]].tolist())
-                for page in set(range(-(-length // pool.page_size))) - chosen:
-                    pool.k[head, rows.table[i, page]] = float("nan")
-                    pool.v[head, rows.table[i, page]] = float("nan")
-                    self.poisoned += 1
-        result = super().attend(q, pool, rows, selection, options)
-        pool.k.copy_(k), pool.v.copy_(v)
-        return result
-
-
 @pytest.mark.parametrize("name", FLOWS)
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "sinks": True}])
 def test_unselected_pages_are_not_read(name: str, options: dict[str, Any]) -> None:
     options = dict(options)
     if options.pop("sinks", False):
         options["sinks"] = torch.linspace(-1, 1, 6)
-    backend, p = PoisonUnselected(), page_size_of(name)
-    shapes = [Shape(2, 3, 16, 16)]
+    backend, p = UnselectedNaN("eager"), page_size_of(name)
+    shapes = [LayerShape(2, 3, 16, 16)]
     clean = Twin(name, budget_of(name), p, shapes, seed=2, **options)
     poisoned = Twin(name, budget_of(name), p, shapes, seed=2, backend=backend, **options)
     for twin in (clean, poisoned):
@@ -185,7 +167,7 @@ def test_unselected_pages_are_not_read(name: str, options: dict[str, Any]) -> No
     for _ in range(3):
         (a,), (b,) = clean.step([0, 1, 2]), poisoned.step([0, 1, 2])  # type: ignore[list-item]
         assert torch.equal(a.out, b.out) and torch.equal(a.lse, b.lse)
-    assert backend.poisoned >= 3 * 2 * (12 - 5)
+    assert backend.overwritten >= 3 * 2 * (12 - 5)
 
 
 @pytest.mark.parametrize("name", FLOWS)
@@ -211,7 +193,7 @@ def test_under_budget_is_dense_bit_for_bit(name: str) -> None:
 def test_the_newest_token_is_always_visible(name: str) -> None:
     """A new token whose key dominates is the output, on the first and on the last place of a page."""
     p = page_size_of(name)
-    twin = Twin(name, budget_of(name, recent=1), p, [Shape(2, 3, 16, 16)])
+    twin = Twin(name, budget_of(name, recent=1), p, [LayerShape(2, 3, 16, 16)])
     (request,) = twin.admit()
     twin.extend([request], [8 * p])
     for _ in range(p + 1):
@@ -228,7 +210,7 @@ def test_a_broken_request_disturbs_no_other(name: str, bad: float) -> None:
     """The first of three requests has ``bad`` keys and values in its prompt and in every step."""
     p = page_size_of(name)
     lengths = [9 * p, 9 * p + 1, 2]
-    source = Twin(name, budget_of(name), p, [Shape(2, 3, 16, 16)])
+    source = Twin(name, budget_of(name), p, [LayerShape(2, 3, 16, 16)])
     draws = [source.draw(0, sum(lengths)), *(source.draw(0, 3) for _ in range(4))]
 
     def play(bad: float | None) -> list[Attended]:
@@ -268,7 +250,7 @@ class NoPrefill(EagerBackend):
 def test_long_contexts(name: str, page_size: int) -> None:
     """More than 65,536 pages beside a short request: scored to the end, selected from the whole window."""
     pages = 66_001
-    twin = Twin(name, Budget(6, 1, 1), page_size, [Shape(1, 2, 4, 4)], backend=NoPrefill())
+    twin = Twin(name, Budget(6, 1, 1), page_size, [LayerShape(1, 2, 4, 4)], backend=NoPrefill())
     requests = twin.admit(2)
     twin.extend(requests, [pages * page_size, 3], compare=False)
     (result,) = twin.step(requests)
@@ -324,7 +306,7 @@ class Counts(Flow):
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_state_starts_at_its_initial_value_and_moves_under_budget(page_size: int) -> None:
     p = page_size
-    twin = Twin(Counts(), Budget(10, 1, 2), p, [Shape(2, 2, 8, 8)])
+    twin = Twin(Counts(), Budget(10, 1, 2), p, [LayerShape(2, 2, 8, 8)])
     request, other = twin.admit(2)
     twin.extend([request, other], [2 * p + 1, 1])
     state, rows = twin.pool(0).state, twin.runtime.tables[request].rows
@@ -343,7 +325,7 @@ def test_state_starts_at_its_initial_value_and_moves_under_budget(page_size: int
 
 def test_state_belongs_to_request_page_and_head() -> None:
     """Four segments with different keys, many steps: the accumulators stay apart (and equal to the reference's)."""
-    twin = Twin("gqa_h2o_token_sparse_attention", Budget(2, 1, 1), 1, [Shape(2, 2, 8, 8)])
+    twin = Twin("gqa_h2o_token_sparse_attention", Budget(2, 1, 1), 1, [LayerShape(2, 2, 8, 8)])
     requests = twin.admit(2)
     twin.extend(requests, [12, 12])
     for _ in range(6):
@@ -363,7 +345,7 @@ class Places(Flow):
 @pytest.mark.parametrize("sink", [0, 2])
 @pytest.mark.parametrize("page_size", [1, 5])
 def test_position_and_age(page_size: int, sink: int) -> None:
-    twin = Twin(Places(), Budget(1, sink, 1), page_size, [Shape(1, 1, 4, 4)])
+    twin = Twin(Places(), Budget(1, sink, 1), page_size, [LayerShape(1, 1, 4, 4)])
     requests = twin.admit(2)
     twin.extend(requests, [10 * page_size, 6 * page_size + 1])
     for step in range(1, page_size + 2):

@@ -13,12 +13,9 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
 from kvsieve import Budget, ConfigError, NotCroppable, OutOfPages, SparseCache, build_flow
-from kvsieve.backends.base import AttentionOptions, Selection
-from kvsieve.backends.eager import EagerBackend
-from kvsieve.paging.pool import LayerPool
-from kvsieve.plan import Rows
 from kvsieve.reference import ReferenceSegment
 from kvsieve.runtime import Attended, Call
+from kvsieve.verify.unselected import UnselectedNaN
 from tiny_models import ARCHITECTURES, build
 
 QUEST = "gqa_quest_sparse_attention"
@@ -207,41 +204,17 @@ def test_sampling_and_several_sequences() -> None:
     assert results[0].shape[0] == 3 and torch.equal(results[0], results[1])
 
 
-class Poisoning(EagerBackend):
-    """Overwrites K and V of every page that was not selected with NaN while attention runs (DESIGN: not read)."""
-
-    def __init__(self) -> None:
-        self.poisoned = 0
-
-    def attend(
-        self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        kept = pool.k.clone(), pool.v.clone()
-        chosen = torch.zeros(pool.k.shape[:2], dtype=torch.bool)
-        for place in range(q.shape[0]):
-            for head in range(q.shape[1]):
-                pages = selection.pages[place, head, : int(selection.count[place])]
-                chosen[head, rows.table[place, pages]] = True
-        pool.k[~chosen] = float("nan")
-        pool.v[~chosen] = float("nan")
-        self.poisoned += int((~chosen).sum())
-        result = super().attend(q, pool, rows, selection, options)
-        pool.k.copy_(kept[0])
-        pool.v.copy_(kept[1])
-        return result
-
-
 @pytest.mark.parametrize("flow,page_size", [(QUEST, 4), ("h2o_token_sparse_attention", 1), ("streaming_llm", 2)])
 def test_unselected_pages_are_not_read_by_generate(flow: str, page_size: int) -> None:
     model = build("llama")
     ids, mask = padded([44, 18])
     budget = Budget(0, 1, 4) if flow == "streaming_llm" else TIGHT
     clean = SparseCache(model.config, flow=flow, budget=budget, page_size=page_size)
-    backend = Poisoning()
+    backend = UnselectedNaN("eager")
     poisoned = SparseCache(model.config, flow=flow, budget=budget, page_size=page_size, backend=backend)
     expected = generate(model, ids, clean, attention_mask=mask)
     received = generate(model, ids, poisoned, attention_mask=mask)
-    assert backend.poisoned > 1000
+    assert backend.overwritten > 500
     assert torch.equal(expected[0], received[0]) and torch.equal(expected[1], received[1])
 
 

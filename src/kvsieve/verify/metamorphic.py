@@ -9,29 +9,24 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from kvsieve.backends import Backend, get_backend
-from kvsieve.backends.base import AttentionOptions, Selection
-from kvsieve.graph import FlowGraphs
-from kvsieve.paging.pool import LayerPool
-from kvsieve.plan import Quota, Rows, Window
 from kvsieve.runtime import RequestId
 from kvsieve.verify.checks import Numbers, compare, expect
-from kvsieve.verify.data import BulkData, IidData, LayerShape
+from kvsieve.verify.data import BulkData, Data, Draw, IidData, LayerShape
 from kvsieve.verify.poison import poisoned_pools
 from kvsieve.verify.rounding import unit_roundoff
 from kvsieve.verify.subject import Subject
 from kvsieve.verify.twin import Twin
+from kvsieve.verify.unselected import UnselectedNaN
 
 SHAPES = (LayerShape(2, 3, 12, 8),)
 STEPS = 6
 
 
 @dataclass(frozen=True)
-class Trace:
+class StepTrace:
     """Outputs and page lists of a request's steps."""
 
     outs: list[torch.Tensor]
@@ -40,12 +35,12 @@ class Trace:
 
 def follow(
     twin: Twin, requests: Sequence[RequestId], chunks: Sequence[Sequence[int]], steps: int = STEPS
-) -> list[Trace]:
+) -> list[StepTrace]:
     """Prefill in chunks (one list of counts a call), decode, and keep what each request got."""
     for counts in chunks:
         if sum(counts):
             twin.extend(requests, counts)
-    traces = [Trace([], []) for _ in requests]
+    traces = [StepTrace([], []) for _ in requests]
     for _ in range(steps):
         (result,) = twin.step(requests)
         assert result.selection is not None
@@ -56,7 +51,7 @@ def follow(
     return traces
 
 
-def same(numbers: Numbers, what: str, first: Trace, second: Trace, exact: bool, dtype: torch.dtype) -> None:
+def same(numbers: Numbers, what: str, first: StepTrace, second: StepTrace, exact: bool, dtype: torch.dtype) -> None:
     """Two traces of a request agree: bit for bit, or pages alike and outputs within rounding."""
     for step, (a, b) in enumerate(zip(first.outs, second.outs, strict=True)):
         expect(first.pages[step] == second.pages[step], "selection", what, f"step {step} attends other pages")
@@ -72,27 +67,35 @@ def _lengths(subject: Subject) -> list[int]:
     return [8 * subject.page_size + 1, 3, 6 * subject.page_size]
 
 
-def _plain(subject: Subject, order: Sequence[int] = (0, 1, 2)) -> tuple[Twin, list[Trace]]:
-    """The run that all others are held against; ``order`` is how requests stand in the batch."""
-    twin = subject.twin(SHAPES, IidData(subject.seed))
-    requests = [twin.admit() for _ in range(3)]
-    lengths = _lengths(subject)
-    traces = follow(twin, [requests[i] for i in order], [[lengths[i] for i in order]])
-    return twin, [traces[list(order).index(i)] for i in range(3)]
+def _three(subject: Subject, data: Data | None = None) -> tuple[Twin, list[RequestId]]:
+    """A twin with three empty requests."""
+    twin = subject.twin(SHAPES, data or IidData(subject.seed))
+    return twin, [twin.admit() for _ in range(3)]
 
 
-def _permuted_blocks(subject: Subject) -> Numbers:
-    with poisoned_pools():
-        _, plain = _plain(subject)
-        twin = subject.twin(SHAPES, IidData(subject.seed))
-        requests = [twin.admit() for _ in range(3)]
-        scatter(twin)
-        traces = follow(twin, requests, [_lengths(subject)])
-        blocks = twin.runtime.tables[requests[0]].blocks
-        expect(blocks != sorted(blocks), "storage", "permuted blocks", "blocks were not scattered")
-        for i in range(3):
-            same(twin.numbers, f"permuted blocks, request {i}", traces[i], plain[i], True, subject.dtype)
+def _plain(subject: Subject) -> list[StepTrace]:
+    """The run that all others are held against."""
+    twin, requests = _three(subject)
+    return follow(twin, requests, [_lengths(subject)])
+
+
+def _agree(
+    subject: Subject, twin: Twin, what: str, traces: Sequence[StepTrace], plain: Sequence[StepTrace], *, exact: bool
+) -> Numbers:
+    """The requests of a twin went as in the plain run."""
+    for i, (trace, expected) in enumerate(zip(traces, plain, strict=True)):
+        same(twin.numbers, f"{what}, request {i}", trace, expected, exact, subject.dtype)
     return twin.numbers
+
+
+@poisoned_pools()
+def _permuted_blocks(subject: Subject) -> Numbers:
+    twin, requests = _three(subject)
+    scatter(twin)
+    traces = follow(twin, requests, [_lengths(subject)])
+    blocks = twin.runtime.tables[requests[0]].blocks
+    expect(blocks != sorted(blocks), "storage", "permuted blocks", "blocks were not scattered")
+    return _agree(subject, twin, "permuted blocks", traces, _plain(subject), exact=True)
 
 
 def scatter(twin: Twin) -> None:
@@ -102,148 +105,77 @@ def scatter(twin: Twin) -> None:
         random.Random(0).shuffle(allocator._free)
 
 
+@poisoned_pools()
 def _batch_order(subject: Subject) -> Numbers:
-    with poisoned_pools():
-        _, plain = _plain(subject)
-        twin, turned = _plain(subject, (2, 0, 1))
-        for i in range(3):
-            same(twin.numbers, f"batch order, request {i}", turned[i], plain[i], False, subject.dtype)
-    return twin.numbers
+    twin, requests = _three(subject)
+    lengths, order = _lengths(subject), (2, 0, 1)
+    traces = follow(twin, [requests[i] for i in order], [[lengths[i] for i in order]])
+    turned = [traces[order.index(i)] for i in range(3)]
+    return _agree(subject, twin, "batch order", turned, _plain(subject), exact=False)
 
 
+@poisoned_pools()
 def _alone(subject: Subject) -> Numbers:
-    with poisoned_pools():
-        _, plain = _plain(subject)
-        twin = subject.twin(SHAPES, IidData(subject.seed))
-        requests = [twin.admit() for _ in range(3)]
-        for i, length in enumerate(_lengths(subject)):
-            (trace,) = follow(twin, [requests[i]], [[length]])
-            same(twin.numbers, f"alone, request {i}", trace, plain[i], False, subject.dtype)
-    return twin.numbers
+    twin, requests = _three(subject)
+    pairs = zip(requests, _lengths(subject), strict=True)
+    traces = [trace for request, length in pairs for trace in follow(twin, [request], [[length]])]
+    return _agree(subject, twin, "alone", traces, _plain(subject), exact=False)
 
 
+@poisoned_pools()
 def _chunks(subject: Subject) -> Numbers:
-    with poisoned_pools():
-        _, plain = _plain(subject)
-        lengths, p = _lengths(subject), subject.page_size
-        for size in (1, p, p + 1, 2 * p - 1):
-            twin = subject.twin(SHAPES, IidData(subject.seed))
-            requests = [twin.admit() for _ in range(3)]
-            calls = -(-max(lengths) // size)
-            chunks = [[max(0, min(size, length - i * size)) for length in lengths] for i in range(calls)]
-            traces = follow(twin, requests, chunks)
-            for i in range(3):
-                same(twin.numbers, f"chunks of {size}, request {i}", traces[i], plain[i], False, subject.dtype)
-    return twin.numbers
+    numbers, plain, lengths, p = Numbers(), _plain(subject), _lengths(subject), subject.page_size
+    for size in (1, p, p + 1, 2 * p - 1):
+        twin, requests = _three(subject)
+        calls = -(-max(lengths) // size)
+        chunks = [[max(0, min(size, length - i * size)) for length in lengths] for i in range(calls)]
+        traces = follow(twin, requests, chunks)
+        numbers.merge(_agree(subject, twin, f"chunks of {size}", traces, plain, exact=False))
+    return numbers
 
 
+@poisoned_pools()
 def _padding_requests(subject: Subject) -> Numbers:
     """Requests that get no token stand in the batch of a prefill call and leave everything as it was."""
-    with poisoned_pools():
-        _, plain = _plain(subject)
-        twin = subject.twin(SHAPES, IidData(subject.seed))
-        requests = [twin.admit() for _ in range(3)]
-        idle = [twin.admit() for _ in range(2)]
-        twin.extend([idle[0], *requests, idle[1]], [0, *_lengths(subject), 0])
-        traces = follow(twin, requests, [])
-        for i in range(3):
-            same(twin.numbers, f"padding requests, request {i}", traces[i], plain[i], True, subject.dtype)
-    return twin.numbers
+    twin, requests = _three(subject)
+    idle = [twin.admit() for _ in range(2)]
+    twin.extend([idle[0], *requests, idle[1]], [0, *_lengths(subject), 0])
+    return _agree(subject, twin, "padding requests", follow(twin, requests, []), _plain(subject), exact=True)
 
 
 class _OthersBroken(IidData):
     """Request 0 as ever; all others hold NaN."""
 
-    def tokens(
-        self, shape: LayerShape, layer: int, request: int, start: int, count: int, family: tuple[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = super().tokens(shape, layer, request, start, count, family)
-        return (q, k, v) if request == 0 else (q * float("nan"), k * float("nan"), v * float("nan"))
+    def shape_draw(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, owner: int, token: int) -> Draw:
+        return (q, k, v) if owner == 0 else (q * float("nan"), k * float("nan"), v * float("nan"))
 
 
+@poisoned_pools()
 def _others_nan(subject: Subject) -> Numbers:
-    with poisoned_pools():
-        _, plain = _plain(subject)
-        twin = subject.twin(SHAPES, _OthersBroken(subject.seed))
-        requests = [twin.admit() for _ in range(3)]
-        traces = follow(twin, requests, [_lengths(subject)])
-        same(twin.numbers, "beside NaN requests", traces[0], plain[0], True, subject.dtype)
-    return twin.numbers
+    twin, requests = _three(subject, _OthersBroken(subject.seed))
+    traces = follow(twin, requests, [_lengths(subject)])
+    return _agree(subject, twin, "beside NaN requests", traces[:1], _plain(subject)[:1], exact=True)
 
 
-class UnselectedNaN(Backend):
-    """A backend with K and V of every block that no list names overwritten by NaN while attention runs."""
-
-    name = "unselected NaN"
-
-    def __init__(self, inner: str | Backend) -> None:
-        self._inner = get_backend(inner)
-        self.overwritten = 0
-
-    def refusal(self, graphs: FlowGraphs) -> str | None:
-        return self._inner.refusal(graphs)
-
-    def prepare(self, graphs: FlowGraphs, device: torch.device) -> Any:
-        return self._inner.prepare(graphs, device)
-
-    def summarize(self, flow: Any, pool: LayerPool, blocks: torch.Tensor) -> None:
-        self._inner.summarize(flow, pool, blocks)
-
-    def score(self, flow: Any, q: torch.Tensor, pool: LayerPool, window: Window) -> torch.Tensor:
-        return self._inner.score(flow, q, pool, window)
-
-    def select(self, scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
-        return self._inner.select(scores, quota, heads)
-
-    def prefill(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: LayerPool, rows: Rows, options: AttentionOptions
-    ) -> torch.Tensor:
-        return self._inner.prefill(q, k, v, pool, rows, options)
-
-    def attend(
-        self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        listed = selection.listed().expand(selection.pages.shape)
-        pages = torch.where(listed, selection.pages, 0)
-        blocks = torch.gather(rows.table[:, None].expand(-1, q.shape[1], -1), 2, pages)
-        named = torch.zeros(pool.k.shape[:2], dtype=torch.bool, device=pool.k.device)
-        for head in range(q.shape[1]):
-            named[head, blocks[:, head][listed[:, head]]] = True
-        kept = pool.k.clone(), pool.v.clone()
-        pool.k[~named] = float("nan")
-        pool.v[~named] = float("nan")
-        self.overwritten += int((~named).sum())
-        result = self._inner.attend(q, pool, rows, selection, options)
-        pool.k.copy_(kept[0])
-        pool.v.copy_(kept[1])
-        return result
-
-
+@poisoned_pools()
 def _unselected_nan(subject: Subject) -> Numbers:
-    with poisoned_pools():
-        _, plain = _plain(subject)
-        backend = UnselectedNaN(subject.backend)
-        twin = replace(subject, backend=backend).twin(SHAPES, IidData(subject.seed))
-        requests = [twin.admit() for _ in range(3)]
-        traces = follow(twin, requests, [_lengths(subject)])
-        expect(backend.overwritten > 0, "output", "unselected NaN", "every page was selected: nothing was shown")
-        for i in range(3):
-            same(twin.numbers, f"unselected NaN, request {i}", traces[i], plain[i], True, subject.dtype)
-    return twin.numbers
+    backend = UnselectedNaN(subject.backend)
+    twin, requests = _three(replace(subject, backend=backend))
+    traces = follow(twin, requests, [_lengths(subject)])
+    expect(backend.overwritten > 0, "output", "unselected NaN", "every page was selected: nothing was shown")
+    return _agree(subject, twin, "unselected NaN", traces, _plain(subject), exact=True)
 
 
+@poisoned_pools()
 def _no_op(subject: Subject) -> Numbers:
     """Under budget a step is dense attention, bit for bit, whatever the flow."""
-    with poisoned_pools():
-        outs = []
-        for dense in ((), (0,)):
-            twin = subject.twin(SHAPES, BulkData(subject.seed), dense_layers=dense)
-            requests = [twin.admit() for _ in range(2)]
-            room = subject.budget.kept(0) * subject.page_size
-            outs.append(follow(twin, requests, [[max(1, room - 5), 1]], steps=min(4, room - 1)))
-        for i in range(2):
-            same(twin.numbers, f"under budget, request {i}", outs[0][i], outs[1][i], True, subject.dtype)
-    return twin.numbers
+    runs = []
+    for dense in ((), (0,)):
+        twin = subject.twin(SHAPES, BulkData(subject.seed), dense_layers=dense)
+        requests = [twin.admit() for _ in range(2)]
+        room = subject.budget.kept(0) * subject.page_size
+        runs.append(follow(twin, requests, [[max(1, room - 5), 1]], steps=min(4, room - 1)))
+    return _agree(subject, twin, "under budget", *runs, exact=True)
 
 
 METAMORPHIC: tuple[tuple[str, str, Callable[[Subject], Numbers]], ...] = (
