@@ -203,7 +203,7 @@ class Twin:
                 segment = self.segments[layer, request, head]
                 if out is None:
                     for key, value in zip(k[rows, head], v[rows, head], strict=True):
-                        segment._write(key, value)
+                        segment.write(key, value)
                     continue
                 queries = q[rows].unflatten(1, (shape.heads, shape.group))[:, head]
                 expected, _ = segment.extend(queries, k[rows, head], v[rows, head])
@@ -258,9 +258,7 @@ class Twin:
                 gap = float(expected.scores[a] - expected.scores[b])
                 assert gap <= float(errors[a] + errors[b]), (selection, expected.selection, gap)
         self.tally.excused += 1
-        p, length = self.page_size, len(segment.k)
-        tokens = [t for page in selection for t in range(page * p, min((page + 1) * p, length))]
-        return ReferenceStep(*segment._attend(q, tokens), selection, expected.scores)
+        return ReferenceStep(*segment.attend(q, segment.tokens(selection)), selection, expected.scores)
 
     def _check_out(
         self,
@@ -356,7 +354,7 @@ def low_precision_bound(
     u = unit_roundoff(dtype)
     k, v = torch.stack(segment.k), torch.stack(segment.v)
     q = q.to(F64)
-    scale = q.shape[-1] ** -0.5 if segment.scale is None else segment.scale
+    scale = segment.attention_scale(q.shape[-1])
     reach = scale * (q.abs() @ k.abs().T).amax(-1, keepdim=True)
     kernel = u if prefill else U32 * q.shape[-1]
     weight = v.abs().amax(0)

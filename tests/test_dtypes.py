@@ -62,7 +62,7 @@ def test_sixteen_bit_error_is_near_its_bound(dtype: torch.dtype) -> None:
     assert twin.tally.worst > 0.1 * unit_roundoff(dtype)
     segment = twin.segments[0, request, 0]
     q = twin.draw(0, 1)[0][0]
-    out, _ = segment._attend(q, list(range(51)))
+    out, _ = segment.attend(q, list(range(51)))
     faulty = out.clone()
     faulty[0, 0] += 8 * unit_roundoff(dtype) * out.abs().max()
     with pytest.raises(AssertionError):

@@ -80,7 +80,7 @@ def test_flows_in_the_runtime_agree_with_the_reference(seed: int) -> None:
         starts = torch.tensor([0, *counts]).cumsum(0).tolist()
         for i, h in product(range(len(lengths)), range(heads)):
             for token in range(starts[i], starts[i + 1]):
-                segments[i][h]._write(k[token, h], v[token, h])
+                segments[i][h].write(k[token, h], v[token, h])
     for _ in range(3):
         q, k, v = draw(len(lengths))
         result = runtime.step(requests).attend(geometry.layer, q, k, v)

@@ -6,7 +6,7 @@ is held against it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,29 +64,22 @@ class ReferenceSegment:
         """Prefill, dense and exact: q [n, G, D], k [n, D], v [n, Dv] -> out [n, G, Dv], lse [n, G]."""
         rows = []
         for query, key, value in zip(q, k, v, strict=True):
-            self._write(key, value)
-            rows.append(self._attend(query, list(range(len(self.k)))))
+            self.write(key, value)
+            rows.append(self.attend(query, list(range(len(self.k)))))
         return torch.stack([out for out, _ in rows]), torch.stack([lse for _, lse in rows])
 
     def step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ReferenceStep:
         """One decode step: q [G, D], k [D], v [Dv]."""
-        self._write(k, v)
+        self.write(k, v)
         pages = len(self.state)
-        sink, recent = self.budget.sink, self.budget.recent
-        kept = self.budget.kept(pages)
-        window = range(sink, pages - recent)
-        scores, new_state = (None, {}) if not len(window) else self._score(q, window, always=pages > kept)
+        window = range(self.budget.sink, pages - self.budget.recent)
+        always = pages > self.budget.kept(pages)
+        scores, new_state = (None, {}) if not len(window) else self._score(q, window, always)
         for name, rows in new_state.items():
             for page, row in zip(window, rows, strict=True):
                 self.state[page][name] = row
-        if pages <= kept:
-            selection = list(range(pages))
-        else:
-            best = [] if scores is None else rank(scores)[: kept - sink - recent]
-            selection = sorted([*range(sink), *(sink + i for i in best), *range(pages - recent, pages)])
-        p = self.page_size
-        tokens = [t for page in selection for t in range(page * p, min((page + 1) * p, len(self.k)))]
-        out, lse = self._attend(q, tokens)
+        selection = select(scores, pages, self.budget)
+        out, lse = self.attend(q, self.tokens(selection))
         return ReferenceStep(out, lse, selection, scores)
 
     def crop(self, length: int) -> None:
@@ -94,7 +87,8 @@ class ReferenceSegment:
         pages = -(-length // self.page_size)
         del self.k[length:], self.v[length:], self.state[pages:], self.summaries[length // self.page_size :]
 
-    def _write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store a token, k [D] and v [Dv], without attending it; a page that it fills is summarised."""
         if len(self.k) % self.page_size == 0:
             initial = self.flow.init_state(self.page_size, k.shape[-1]) if self.flow.init_state else {}
             self.state.append({name: _widen(value) for name, value in initial.items()})
@@ -121,22 +115,40 @@ class ReferenceSegment:
         for rows in (self.summaries, self.state):
             for name in rows[window[0]] if rows else ():
                 fields[name] = torch.stack([rows[i][name] for i in window])
-        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        extra = {name: {"layer": self.layer, "scale": scale}[name] for name in extra_parameters(self.flow)}
+        numbers = {"layer": self.layer, "scale": self.attention_scale(q.shape[-1])}
+        extra = {name: numbers[name] for name in extra_parameters(self.flow)}
         with DoublePrecision():
             result = self.flow.score(q.to(F64), PageFields(fields), **extra)
         return result if isinstance(result, tuple) else (result, {})
 
-    def _attend(self, q: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def attention_scale(self, head_dim: int) -> float:
+        """``scale``, or what None stands for."""
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+    def tokens(self, pages: Sequence[int]) -> list[int]:
+        """The stored tokens of some pages, of which the last may be partial."""
+        p = self.page_size
+        return [t for page in pages for t in range(page * p, min((page + 1) * p, len(self.k)))]
+
+    def attend(self, q: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Exact softmax attention of q [G, D] over the listed tokens -> out [G, Dv], lse [G]."""
         k, v = torch.stack([self.k[t] for t in tokens]), torch.stack([self.v[t] for t in tokens])
-        logits = q.to(F64) @ k.T * (q.shape[-1] ** -0.5 if self.scale is None else self.scale)
+        logits = q.to(F64) @ k.T * self.attention_scale(q.shape[-1])
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         lse = torch.logsumexp(logits, -1)
         if self.sinks is not None:
             lse = torch.logaddexp(lse, self.sinks)
         return torch.exp(logits - lse[:, None]) @ v, lse
+
+
+def select(scores: torch.Tensor | None, pages: int, budget: Budget) -> list[int]:
+    """What a segment of ``pages`` pages attends, ascending; ``scores`` [W] rank its window, None ranks nothing."""
+    kept, sink, recent = budget.kept(pages), budget.sink, budget.recent
+    if pages <= kept:
+        return list(range(pages))
+    best = [] if scores is None else rank(scores)[: kept - sink - recent]
+    return sorted([*range(sink), *(sink + i for i in best), *range(pages - recent, pages)])
 
 
 def rank(scores: torch.Tensor) -> list[int]:

@@ -103,14 +103,6 @@ def expect(condition: bool, stage: str, place: str, message: str) -> None:
         raise Fault(stage, place, message)
 
 
-def expected_selection(scores: torch.Tensor | None, pages: int, kept: int, sink: int, recent: int) -> list[int]:
-    """What a list of a segment must be, given the scores that the backend computed."""
-    if pages <= kept:
-        return list(range(pages))
-    best = [] if scores is None else rank(scores)[: kept - sink - recent]
-    return sorted([*range(sink), *(sink + i for i in best), *range(pages - recent, pages)])
-
-
 def boundary_ulp(scores: torch.Tensor, topk: int) -> float:
     """Distance of the last chosen score from the first one left out, in float32 ulp; inf if none is left out."""
     if not 0 < topk < len(scores):

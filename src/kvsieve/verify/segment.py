@@ -9,13 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from kvsieve.graph import FlowGraphs
-from kvsieve.reference import ReferenceSegment, ReferenceStep
+from kvsieve.reference import ReferenceSegment, ReferenceStep, select
 from kvsieve.verify.checks import (
     Numbers,
     boundary_ulp,
     compare,
     expect,
-    expected_selection,
     gather_fields,
     storage_bound,
 )
@@ -61,7 +60,7 @@ class SegmentTwin:
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Tokens k [n, D], v [n, Dv] that are stored without being attended."""
         for key, value in zip(k, v, strict=True):
-            self.reference._write(key, value)
+            self.reference.write(key, value)
             self._enter()
 
     def check_prefill(self, numbers: Numbers, q: torch.Tensor, out: torch.Tensor) -> None:
@@ -101,7 +100,7 @@ class SegmentTwin:
         if scored:
             assert result.scores is not None
             self._check_scores(numbers, q, window, summaries, state, result.scores)
-        wanted = expected_selection(result.scores, pages, kept, sink, budget.recent)
+        wanted = select(result.scores, pages, budget)
         expect(
             result.selection == wanted,
             "selection",
@@ -180,8 +179,7 @@ class SegmentTwin:
     def _check_attention(self, numbers: Numbers, q: torch.Tensor, result: StepResult) -> None:
         if not self._finite():
             return
-        p, length = self.reference.page_size, len(self.reference.k)
-        tokens = [t for page in result.selection for t in range(page * p, min((page + 1) * p, length))]
+        tokens = self.reference.tokens(result.selection)
         k = torch.stack([self.reference.k[t] for t in tokens])
         v = torch.stack([self.reference.v[t] for t in tokens])
         exact, bound = self._attention(q[None], k, v, torch.ones(1, len(tokens), dtype=torch.bool), 2.0**-24)
@@ -197,7 +195,7 @@ class SegmentTwin:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, u: float
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         reference = self.reference
-        scale = q.shape[-1] ** -0.5 if reference.scale is None else reference.scale
+        scale = reference.attention_scale(q.shape[-1])
         return attention_spread(q.to(F64), k, v, mask, scale, reference.softcap, reference.sinks, u, self.sharp)
 
     def _enter(self) -> None:
