@@ -15,8 +15,8 @@ import torch
 
 from kvsieve.errors import ConfigError, KvsieveError
 
-ATTENTION = "kvsieve"
-"""Name under which the Transformers integration registers its attention."""
+IMPLEMENTATION = "kvsieve"
+"""The ``attn_implementation`` that the Transformers integration registers."""
 
 
 def cache_dir() -> Path:
@@ -26,7 +26,7 @@ def cache_dir() -> Path:
 
 
 def load_model(
-    name: str, dtype: torch.dtype = torch.float32, attn_implementation: str = ATTENTION, device: str = "cpu"
+    name: str, dtype: torch.dtype = torch.float32, attn_implementation: str = IMPLEMENTATION, device: str = "cpu"
 ) -> tuple[Any, Any]:
     """Load a causal language model and its tokenizer.
 
@@ -46,7 +46,7 @@ def load_model(
     """
     require("transformers")
     directory, offline = resolve_model(name)
-    if attn_implementation == ATTENTION:
+    if attn_implementation == IMPLEMENTATION:
         importlib.import_module("kvsieve.integrations.transformers")  # importing it registers the attention
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

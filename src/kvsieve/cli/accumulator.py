@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from kvsieve.cli.progress import progress_bar
+from kvsieve.cli.terminal import progress_bar
 from kvsieve.flow import Flow
 from kvsieve.verify.accumulator import run_accumulator
 from kvsieve.verify.accumulator_options import AccumulatorOptions, state_dtype_named

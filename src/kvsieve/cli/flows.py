@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from kvsieve.cli.flow_table import SETTING, FlowRow, flow_rows
+from kvsieve.cli.terminal import output
 from kvsieve.errors import ConfigError
 
 PIPE_WIDTH = 220
@@ -60,7 +59,7 @@ def markdown(rows: Sequence[FlowRow]) -> str:
 
 def show(rows: Sequence[FlowRow]) -> None:
     """Print the table for reading."""
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console = output(PIPE_WIDTH)
     table = Table(*header(rows), box=box.SIMPLE_HEAD)
     for row in rows:
         table.add_row(*(Text(cell) for cell in cells(row)))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 
 from kvsieve.cli.generation import Setup, find_parting, prepare, run_dense, run_sparse
-from kvsieve.cli.options import choose_budget, parse_dtype, parse_flow_arguments, parse_layers
+from kvsieve.cli.options import check_device, choose_budget, parse_dtype, parse_flow_arguments, parse_layers, read_file
 from kvsieve.cli.report import Comparison, print_report
 from kvsieve.errors import ConfigError
 from kvsieve.flow import check_flow, choose_page_size, load_flow
@@ -72,35 +69,10 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
     """
     if (prompt is None) == (prompt_file is None):
         raise ConfigError(f"expected --prompt or --prompt-file, received {'neither' if prompt is None else 'both'}")
-    text = read_file(prompt_file).rstrip("\r\n") if prompt_file is not None else prompt
+    text = read_file(prompt_file, "--prompt-file").rstrip("\r\n") if prompt_file is not None else prompt
     if not text:
         raise ConfigError("the prompt is empty: expected some text to continue")
     return text
-
-
-def read_file(name: str) -> str:
-    """Text of a UTF-8 file, or of stdin for ``-``."""
-    if name == "-":
-        return sys.stdin.read()
-    try:
-        return Path(name).expanduser().read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"--prompt-file {name}: expected UTF-8 text, received other bytes ({error.reason})") from None
-    except OSError as error:
-        raise ConfigError(f"--prompt-file {name}: {error.strerror or error}; expected a readable text file") from None
-
-
-def check_device(name: str) -> None:
-    """Refuse a device that this machine does not have.
-
-    Raises:
-        ConfigError: no such device.
-    """
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"--device {name}: expected a device of this machine, such as cpu; {reason}") from None
 
 
 def quiet_transformers() -> None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvsieve.budget import Budget
+from kvsieve.cli.terminal import progress_bar
 from kvsieve.errors import ConfigError
 from kvsieve.flow import Flow, flow_name
-from kvsieve.models import ATTENTION
+from kvsieve.models import IMPLEMENTATION
 
 
 @dataclass(frozen=True)
@@ -67,18 +65,16 @@ class Parting:
 
 
 class TokenClock:
-    """A Transformers streamer that notes when each token came and moves a progress bar."""
+    """A Transformers streamer that notes when each token came and says how many there are."""
 
-    def __init__(self, progress: Progress | None, label: str, total: int) -> None:
+    def __init__(self, progress: Callable[[int, int], None], total: int) -> None:
         self.times: list[float] = []
-        self._progress = progress
-        self._task = progress.add_task(label, total=total) if progress else None
+        self._progress, self._total = progress, total
 
     def put(self, _tokens: torch.Tensor) -> None:
         """Called once with the prompt, then with each new token."""
         self.times.append(time.perf_counter())
-        if self._progress is not None and self._task is not None and len(self.times) > 1:
-            self._progress.advance(self._task)
+        self._progress(len(self.times) - 1, self._total)
 
     def end(self) -> None:
         """Called after the last token."""
@@ -109,13 +105,13 @@ def run_sparse(setup: Setup, flow: Flow, budget: Budget, page_size: int, skip_la
     cache = SparseCache(
         setup.model.config, flow=flow, budget=budget, page_size=page_size, skip_layers=list(skip_layers)
     )
-    setup.model.set_attn_implementation(ATTENTION)
+    setup.model.set_attn_implementation(IMPLEMENTATION)
     run = _generate(setup, flow_name(flow), past_key_values=cache)
     stats = cache.stats
     if not stats.steps:
         return run
     per_step = StepBytes(*(total / stats.steps for total in (stats.kv_bytes, stats.field_bytes, stats.dense_bytes)))
-    return Run(run.text, run.tokens, run.prefill_seconds, run.decode_seconds, per_step)
+    return replace(run, step_bytes=per_step)
 
 
 def run_dense(setup: Setup) -> Run:
@@ -134,12 +130,9 @@ def find_parting(tokenizer: Any, sparse: Sequence[int], dense: Sequence[int]) ->
 
 
 def _generate(setup: Setup, label: str, **arguments: Any) -> Run:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=console, transient=True) if console.is_terminal else None
     end_token = setup.model.generation_config.eos_token_id
-    with progress or nullcontext(), torch.inference_mode():
-        clock = TokenClock(progress, label, setup.max_new_tokens)
+    with progress_bar(label) as progress, torch.inference_mode():
+        clock = TokenClock(progress, setup.max_new_tokens)
         start = time.perf_counter()
         output = setup.model.generate(
             **setup.inputs,

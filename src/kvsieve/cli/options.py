@@ -1,8 +1,10 @@
-"""Command-line values: flow arguments, budgets, dtypes, layers."""
+"""Command-line values: flow arguments, budgets, dtypes, layers, files, devices."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,3 +98,32 @@ def choose_budget(
         return Budget(**{"topk": 0, **given})  # type: ignore[arg-type]
     wanted = DEFAULT_BUDGET_TOKENS if tokens is None else tokens
     return Budget.tokens(wanted, page_size, selects=flow.score is not None)
+
+
+def read_file(name: str, option: str) -> str:
+    """Text of a UTF-8 file, or of stdin for ``-``.
+
+    Raises:
+        ConfigError: it cannot be read; names the option that asked for it.
+    """
+    if name == "-":
+        return sys.stdin.read()
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{option} {name}: expected UTF-8 text, received other bytes ({error.reason})") from None
+    except OSError as error:
+        raise ConfigError(f"{option} {name}: {error.strerror or error}; expected a readable text file") from None
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that this machine does not have.
+
+    Raises:
+        ConfigError: no such device.
+    """
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"--device {name}: expected a device of this machine, such as cpu; {reason}") from None

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from kvsieve.budget import Budget
 from kvsieve.cli.generation import Parting, Run, StepBytes
+from kvsieve.cli.terminal import output
 
 PIPE_WIDTH = 110
 
@@ -59,7 +58,7 @@ def run_json(run: Run) -> dict[str, Any]:
 
 def print_report(result: Comparison) -> None:
     """Print texts and measurements for reading."""
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+    console = output(PIPE_WIDTH)
     console.print(Text(setting_words(result), style="dim"))
     for title, run in (("dense", result.dense), (result.flow, result.sparse)):
         if run is not None:

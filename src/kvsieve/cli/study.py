@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from kvsieve.budget import Budget
-from kvsieve.cli.generate import quiet_transformers, read_file
-from kvsieve.cli.progress import progress_bar
+from kvsieve.cli.generate import quiet_transformers
+from kvsieve.cli.options import read_file
+from kvsieve.cli.terminal import output, progress_bar
 from kvsieve.dtypes import STATE_DTYPES
 from kvsieve.verify.accumulator_report import ERROR, PUBLISHED_FLOW
 from kvsieve.verify.plots import check_plotting, plot_decay, plot_weights
@@ -72,7 +71,7 @@ def weights_command(
     keys: dict[str, Sequence[Recorded]] = {"planted": planted_segments(seed)}
     if model != "none":
         quiet_transformers()
-        keys[model] = record_model(model, read_file(text), tokens=tokens, queries=queries)
+        keys[model] = record_model(model, read_file(text, "--text"), tokens=tokens, queries=queries)
     with progress_bar("weights") as progress:
         study = study_weights(keys, Budget(topk), page_size, progress=progress)
     if plot is not None:
@@ -164,10 +163,9 @@ def show_published(report: PublishedReport) -> None:
 
 def show_table(title: str, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print one table for reading."""
-    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
     table = Table(*titles, title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
         table.add_row(*row)
-    console.print(table)
+    output(PIPE_WIDTH).print(table)

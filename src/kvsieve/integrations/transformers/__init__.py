@@ -15,8 +15,9 @@ except ImportError as error:
         "the Transformers integration needs transformers >= 5.16, which is not installed: pip install 'kvsieve[hf]'"
     ) from error
 
-from kvsieve.integrations.transformers.attention import IMPLEMENTATION, kvsieve_attention, kvsieve_mask
+from kvsieve.integrations.transformers.attention import kvsieve_attention, kvsieve_mask
 from kvsieve.integrations.transformers.cache import SparseCache
+from kvsieve.models import IMPLEMENTATION
 
 AttentionInterface.register(IMPLEMENTATION, kvsieve_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, kvsieve_mask)

@@ -10,8 +10,8 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from kvsieve.backends.attention import attend_masked
 from kvsieve.backends.base import AttentionOptions
 from kvsieve.errors import ConfigError
+from kvsieve.models import IMPLEMENTATION
 
-IMPLEMENTATION = "kvsieve"
 _TAG = "_kvsieve_layer"
 
 

@@ -15,7 +15,8 @@ from kvsieve.budget import BudgetLike
 from kvsieve.call import Call, ReadStats
 from kvsieve.errors import ConfigError
 from kvsieve.flow import Flow
-from kvsieve.integrations.transformers.attention import IMPLEMENTATION, dense_attention, tag
+from kvsieve.integrations.transformers.attention import dense_attention, tag
+from kvsieve.models import IMPLEMENTATION
 from kvsieve.paging.table import RequestId
 from kvsieve.runtime import Runtime
 
