@@ -144,12 +144,7 @@ class Twin:
 
     def draw(self, layer: int, tokens: int) -> Draw:
         """Random q [T, Hq, D], k [T, H, D], v [T, H, Dv] of a layer."""
-        shape = self.shapes[layer]
-        sizes = (
-            (tokens, shape.heads * shape.group, shape.head_dim),
-            (tokens, shape.heads, shape.head_dim),
-            (tokens, shape.heads, shape.v_head_dim),
-        )
+        sizes = self.shapes[layer].sizes(tokens)
         q, k, v = (torch.randn(size, generator=self.random).to(self.dtype) for size in sizes)
         return q, k, v
 

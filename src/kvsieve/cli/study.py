@@ -47,10 +47,7 @@ def decay_command(
         study = study_decay(steps, seed, topk, progress=progress)
     if plot is not None:
         plot_decay(study, plot)
-    if as_json:
-        print(json.dumps(study.as_json()))
-    else:
-        show_decay(study)
+    print(json.dumps(study.as_json())) if as_json else show_decay(study)
 
 
 @study_app.command("weights")
@@ -76,10 +73,7 @@ def weights_command(
         study = study_weights(keys, Budget(topk), page_size, progress=progress)
     if plot is not None:
         plot_weights(study, plot)
-    if as_json:
-        print(json.dumps(study.as_json()))
-    else:
-        show_weights(study)
+    print(json.dumps(study.as_json())) if as_json else show_weights(study)
 
 
 @study_app.command("published")
@@ -89,10 +83,7 @@ def published_command(
     """Run the published accumulator figures again; exit code 1 if one leaves its band."""
     with progress_bar("published") as progress:
         report = run_published(seed, seeds, progress=progress)
-    if as_json:
-        print(json.dumps(report.as_json()))
-    else:
-        show_published(report)
+    print(json.dumps(report.as_json())) if as_json else show_published(report)
     return 0 if report.passed else 1
 
 
@@ -102,9 +93,7 @@ def show_decay(study: DecayStudy) -> None:
     titles = ("k", "state", "decay held", "rel. error", "mass lost", "top-k", "vs sum", "exact vs sum", "frozen from")
     for kind in NOISES:
         rows = []
-        for row in sorted(
-            (row for row in study.rows if row.attention == kind), key=lambda row: list(STATE_DTYPES).index(row.dtype)
-        ):
+        for row in (row for dtype in STATE_DTYPES for row in study.of(dtype, kind)):
             power = "decay 1" if row.power is None else str(row.power)
             shares = (f"{row.lost:.1%}", f"{row.agree:.0%}", f"{row.agree_sum:.0%}", f"{row.recall:.0%}")
             frozen = "-" if row.frozen is None else str(row.frozen)

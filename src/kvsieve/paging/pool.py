@@ -60,6 +60,8 @@ class LayerPool:
 
     def enter(self, rows: torch.Tensor) -> None:
         """Start the state of pages that entered a request at the flow's initial value."""
+        if not len(rows):
+            return  # most steps: nothing to launch
         for name, value in self._initial.items():
             self.state[name][:, rows] = value
 

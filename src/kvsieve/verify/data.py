@@ -20,6 +20,11 @@ class LayerShape:
     head_dim: int
     v_head_dim: int
 
+    def sizes(self, tokens: int) -> tuple[tuple[int, int, int], ...]:
+        """Sizes of q, k and v: [T, H * G, D], [T, H, D], [T, H, Dv]."""
+        heads, width = self.heads, self.head_dim
+        return (tokens, heads * self.group, width), (tokens, heads, width), (tokens, heads, self.v_head_dim)
+
 
 class Data(Protocol):
     """Draws float32 q [n, H * G, D], k [n, H, D], v [n, H, Dv] of a request's tokens ``start .. start + n``.
@@ -50,8 +55,8 @@ class IidData:
             owner = FAMILY + family[0] if token < family[1] else request
             parts.append(self._token(shape, layer, owner, token))
         if not parts:
-            h, g, d, dv = shape.heads, shape.group, shape.head_dim, shape.v_head_dim
-            return torch.zeros(0, h * g, d), torch.zeros(0, h, d), torch.zeros(0, h, dv)
+            q, k, v = (torch.zeros(size) for size in shape.sizes(0))
+            return q, k, v
         q, k, v = (torch.stack(part) for part in zip(*parts, strict=True))
         return q, k, v
 
@@ -61,11 +66,8 @@ class IidData:
 
     def _token(self, shape: LayerShape, layer: int, owner: int, token: int) -> Draw:
         random = torch.Generator().manual_seed(hash((self.seed, layer, owner, token)) % 2**62)
-        h, g, d, dv = shape.heads, shape.group, shape.head_dim, shape.v_head_dim
-        q = torch.randn(h * g, d, generator=random) * self.q_scale
-        k = torch.randn(h, d, generator=random) * self.k_scale
-        v = torch.randn(h, dv, generator=random)
-        return self.shape_draw(q, k, v, layer, owner, token)
+        q, k, v = (torch.randn(size[1:], generator=random) for size in shape.sizes(1))
+        return self.shape_draw(q * self.q_scale, k * self.k_scale, v, layer, owner, token)
 
 
 class BulkData(IidData):
@@ -75,9 +77,7 @@ class BulkData(IidData):
         self, shape: LayerShape, layer: int, request: int, start: int, count: int, family: tuple[int, int]
     ) -> Draw:
         random = torch.Generator().manual_seed(hash((self.seed, layer, request, start)) % 2**62)
-        h, g, d, dv = shape.heads, shape.group, shape.head_dim, shape.v_head_dim
-        sizes = ((count, h * g, d), (count, h, d), (count, h, dv))
-        q, k, v = (torch.randn(size, generator=random) for size in sizes)
+        q, k, v = (torch.randn(size, generator=random) for size in shape.sizes(count))
         return q * self.q_scale, k * self.k_scale, v
 
 

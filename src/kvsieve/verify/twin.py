@@ -147,12 +147,14 @@ class Twin:
         return results
 
     def fork(self, request: RequestId) -> RequestId:
+        """A second request with the same past."""
         twin = self.runtime.fork(request)
         self._copy(request, twin)
         self._after()
         return twin
 
     def crop(self, requests: Sequence[RequestId], lengths: Sequence[int]) -> None:
+        """Forget the tokens of each request from a length on."""
         self.runtime.crop(requests, lengths)
         for request, length in zip(requests, lengths, strict=True):
             self.requests[request] = length
@@ -160,11 +162,12 @@ class Twin:
             family, own = self._families[request]
             # Only whole pages stay the family's: what follows is the request's own.
             self._families[request] = family, min(own, length // self.options.page_size * self.options.page_size)
-            for _, segment in self._of(request):
+            for _, segment in self._segments_of(request):
                 segment.crop(length)
         self._after()
 
     def reorder(self, requests: Sequence[RequestId], order: Sequence[int]) -> list[RequestId]:
+        """Place ``i`` of the result continues ``requests[order[i]]``."""
         result = self.runtime.reorder(requests, order)
         for place, source in zip(result, order, strict=True):
             if place != requests[source]:
@@ -175,16 +178,19 @@ class Twin:
         return result
 
     def preempt(self, request: RequestId) -> None:
+        """Out of the pool, until :meth:`resume`."""
         self.runtime.preempt(request)
         self.out.add(request)
         self._after()
 
     def resume(self, request: RequestId) -> None:
+        """Back into the pool."""
         self.runtime.resume(request)
         self.out.discard(request)
         self._after()
 
     def finish(self, requests: Sequence[RequestId]) -> None:
+        """End requests."""
         self.runtime.finish(requests)
         for request in requests:
             self._forget(request)
@@ -238,8 +244,8 @@ class Twin:
         scored = self._scored(layer, requests)
         for i, request in enumerate(requests):
             entry = self.runtime.tables[request]
-            window = self.runtime.layers[layer].budget
-            width = window.window(len(entry.blocks)) if window else 0
+            budget = self.runtime.layers[layer].budget
+            width = budget.window(len(entry.blocks)) if budget else 0
             for head in range(shape.heads):
                 mine = slice(head * shape.group, (head + 1) * shape.group)
                 row = None
@@ -257,7 +263,7 @@ class Twin:
         p = self.options.page_size
         for request, start in zip(requests, starts, strict=True):
             entry = self.runtime.tables[request]
-            for (layer, _, head), segment in self._of_keys(request):
+            for (layer, _, head), segment in self._segments_of(request):
                 if layer in self.runtime.layers:
                     pool = self.runtime.layers[layer].pool
                     stored = self._rows(pool.summaries, head, entry.blocks)
@@ -273,11 +279,11 @@ class Twin:
         graphs, budget = self._graphs[layer], self.runtime.layers[layer].budget
         if graphs is None or graphs.score is None or budget is None:
             return []
-        lengths = [len(self.runtime.tables[request].blocks) for request in requests]
+        pages = {request: len(self.runtime.tables[request].blocks) for request in requests}
         return [
             request
-            for request, pages in zip(requests, lengths, strict=True)
-            if budget.window(pages) and (pages > budget.kept(pages) or graphs.state_writes)
+            for request, count in pages.items()
+            if budget.window(count) and (count > budget.kept(count) or graphs.state_writes)
         ]
 
     # Bookkeeping
@@ -294,9 +300,7 @@ class Twin:
             spoil_free_memory(self.runtime)
         self.check_storage()
 
-    def _tokens(
-        self, layer: int, requests: Sequence[RequestId], starts: Sequence[int], counts: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _tokens(self, layer: int, requests: Sequence[RequestId], starts: Sequence[int], counts: Sequence[int]) -> Draw:
         parts = [
             self.data.tokens(self.options.shapes[layer], layer, request, start, count, self._families[request])
             for request, start, count in zip(requests, starts, counts, strict=True)
@@ -351,20 +355,18 @@ class Twin:
         self._floors[twin] = self._floors[source]
         family, own = self._families[source]
         self._families[twin] = family, min(own, self.requests[source] // p * p)
-        for (layer, _, head), segment in self._of_keys(source):
+        for (layer, _, head), segment in self._segments_of(source):
             self._segments[layer, twin, head] = segment.fork(_place(layer, twin, head))
 
     def _forget(self, request: RequestId) -> None:
         del self.requests[request], self._families[request], self._floors[request]
         self.out.discard(request)
-        for key, _ in self._of_keys(request):
+        for key, _ in self._segments_of(request):
             del self._segments[key]
 
-    def _of_keys(self, request: RequestId) -> list[tuple[tuple[int, RequestId, int], SegmentTwin]]:
+    def _segments_of(self, request: RequestId) -> list[tuple[tuple[int, RequestId, int], SegmentTwin]]:
+        """The segments of a request, with their (layer, request, KV head)."""
         return [(key, segment) for key, segment in self._segments.items() if key[1] == request]
-
-    def _of(self, request: RequestId) -> list[tuple[int, SegmentTwin]]:
-        return [(key[0], segment) for key, segment in self._of_keys(request)]
 
     @staticmethod
     def _rows(fields: Mapping[str, torch.Tensor], head: int, places: Sequence[int]) -> list[Mapping[str, torch.Tensor]]:
