@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
+from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from kvsieve import Budget, ConfigError, NotCroppable, OutOfPages, SparseCache, build_flow
 from kvsieve.reference import ReferenceSegment
@@ -410,11 +410,11 @@ def test_out_of_pages_changes_nothing() -> None:
     assert torch.equal(model(ids, past_key_values=cache).logits, expected)
 
 
-def test_generation_config_is_not_touched() -> None:
+def test_the_models_configs_are_not_touched() -> None:
     model = build("llama")
-    before = GenerationConfig.from_model_config(model.config).to_dict()
+    before = copy.deepcopy(model.generation_config.to_dict()), copy.deepcopy(model.config.to_dict())
     generate(model, prompt(1, 9), SparseCache(model.config, flow=QUEST, budget=TIGHT, page_size=4))
-    assert GenerationConfig.from_model_config(model.config).to_dict() == before
+    assert (model.generation_config.to_dict(), model.config.to_dict()) == before
 
 
 @pytest.fixture(autouse=True)
