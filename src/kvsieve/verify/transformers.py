@@ -113,7 +113,7 @@ def _beams(pair: _Pair) -> Numbers:
     with poisoned_pools():
         length = forward(forward(0, "prompt"), "step")
         for cache in (pair.cache, pair.own_cache):
-            cache.reorder_cache(order)
+            cache.reorder_cache(order)  # type: ignore[arg-type]
         length = forward(forward(length, "step after reorder"), "draft")
         for cache in (pair.cache, pair.own_cache):
             cache.crop(-3)
@@ -127,12 +127,21 @@ def _check(family: str, run: Callable[[_Pair], Numbers], budget: Budget, skip: t
 
 
 TRANSFORMERS: tuple[Check, ...] = (
-    Check("transformers: Llama", "a padded batch under budget is the model's own attention",
-          _check("Llama", _generation, AMPLE)),
-    Check("transformers: beams", "reordered rows and a rolled-back draft are the model's own attention",
-          _check("Llama", _beams, AMPLE)),
-    Check("transformers: skipped layers", "layers that are skipped stay dense above budget",
-          _check("Llama", _generation, TIGHT, (0, 1, 2))),
+    Check(
+        "transformers: Llama",
+        "a padded batch under budget is the model's own attention",
+        _check("Llama", _generation, AMPLE),
+    ),
+    Check(
+        "transformers: beams",
+        "reordered rows and a rolled-back draft are the model's own attention",
+        _check("Llama", _beams, AMPLE),
+    ),
+    Check(
+        "transformers: skipped layers",
+        "layers that are skipped stay dense above budget",
+        _check("Llama", _generation, TIGHT, (0, 1, 2)),
+    ),
     Check("transformers: Gemma2", "soft-cap and sliding window", _check("Gemma2", _generation, AMPLE)),
     Check("transformers: GptOss", "sink logits and sliding window", _check("GptOss", _generation, AMPLE)),
 )

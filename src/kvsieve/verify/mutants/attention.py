@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,9 +49,7 @@ def _first_sink(options: AttentionOptions) -> AttentionOptions:
 
 for where, target in (("steps", "attend_tokens"), ("prefill", "prefill_request")):
     for what, without in (("soft-cap", _no_softcap), ("sink logits", _no_sinks), ("the scale", _unscaled)):
-        fault(f"{where} drop {what}", 24, eager, target)(
-            lambda original, without=without: _options_changed(original, without)
-        )
+        fault(f"{where} drop {what}", 24, eager, target)(partial(_options_changed, change=without))
 
 
 @fault("sink logits of KV head 0 serve all KV heads", 24, eager, "attend_tokens")
@@ -187,9 +186,7 @@ def _(original: Any) -> Any:
         _, heads, group, _ = q.shape
         dealt = q.flatten(1, 2).unflatten(1, (group, heads)).transpose(1, 2)
         out, lse = original(self, dealt, pool, rows, selection, options)
-        return tuple(  # type: ignore[return-value]
-            x.transpose(1, 2).flatten(1, 2).unflatten(1, (heads, group)) for x in (out, lse)
-        )
+        return tuple(x.transpose(1, 2).flatten(1, 2).unflatten(1, (heads, group)) for x in (out, lse))
 
     return attend
 

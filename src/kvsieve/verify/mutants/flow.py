@@ -26,9 +26,7 @@ class EveryRule(Flow):
         spread = (k - k.mean(0)).square().mean(0).sqrt()
         return {"k_mean": k.mean(0), "k_spread": spread, "v_size": v.square().sum(-1).sqrt().amax(0)}
 
-    def score(
-        self, q: torch.Tensor, pages: Fields, layer: int, scale: float
-    ) -> tuple[torch.Tensor, Fields]:
+    def score(self, q: torch.Tensor, pages: Fields, layer: int, scale: float) -> tuple[torch.Tensor, Fields]:
         logits = q @ pages["k_mean"].T * scale  # [G, W]
         centred = logits - logits.mean(-1, keepdim=True)
         level = centred / (1 + logits.std(-1, keepdim=True, correction=0))
@@ -57,4 +55,6 @@ class EveryRule(Flow):
         """How far a page is from the window's best and worst: logits [G, W] -> [W]."""
         best, worst = logits.amax(-1, keepdim=True), logits.amin(-1, keepdim=True)
         total = torch.logsumexp(logits, -1, keepdim=True)
-        return torch.sigmoid(logits - best).amax(0) + torch.sigmoid(worst - logits).amin(0) + torch.exp(logits - total)[0]
+        return (
+            torch.sigmoid(logits - best).amax(0) + torch.sigmoid(worst - logits).amin(0) + torch.exp(logits - total)[0]
+        )

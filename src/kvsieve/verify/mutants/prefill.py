@@ -26,8 +26,8 @@ def _(original: Any) -> Any:
     def prefill_request(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Any) -> torch.Tensor:
         _, heads, group, _ = q.shape
         dealt = q.flatten(1, 2).unflatten(1, (group, heads)).transpose(1, 2)
-        out: torch.Tensor = original(dealt, k, v, options)
-        return out.transpose(1, 2).flatten(1, 2).unflatten(1, (heads, group))
+        out: torch.Tensor = original(dealt, k, v, options).transpose(1, 2).flatten(1, 2)
+        return out.reshape(-1, heads, group, out.shape[-1])
 
     return prefill_request
 

@@ -21,7 +21,7 @@ fault = TABLE.fault
 @fault("one page set serves all KV heads", 5, EagerBackend, "select")
 def _(original: Any) -> Any:
     def select_pages(self: Any, scores: Any, quota: Any, heads: int) -> Selection:
-        selection = original(self, scores, quota, heads)
+        selection: Selection = original(self, scores, quota, heads)
         return replace(selection, pages=selection.pages[:, :1].expand(-1, heads, -1))
 
     return select_pages

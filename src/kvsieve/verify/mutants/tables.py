@@ -109,7 +109,7 @@ def _(original: Any) -> Any:
 @fault("a fork shares the state rows of its source", 10, RequestTables, "fork")
 def _(original: Any) -> Any:
     def fork(self: RequestTables, request: RequestId) -> Any:
-        twin, pairs = original(self, request)
+        twin, _ = original(self, request)
         entry, source = self[twin], self[request]
         self.row_allocator.release(entry.rows)
         self.row_allocator.share(source.rows)
