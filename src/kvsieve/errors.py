@@ -5,10 +5,21 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 class KvsieveError(Exception):
     """Base class: the CLI prints these as one line and exits with code 2."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors travel between processes, whatever their constructors take."""
+        return _rebuilt, (type(self), self.args, vars(self))
+
+
+def _rebuilt(kind: type[KvsieveError], arguments: tuple[Any, ...], attributes: dict[str, Any]) -> KvsieveError:
+    error = kind.__new__(kind, *arguments)
+    vars(error).update(attributes)
+    return error
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,13 @@ def _(x: torch.Tensor, kernel_size: int, stride: int, padding: int, dilation: in
     return x.new_empty([*x.shape[:-1], length])
 
 
+@_max_pool1d.register_vmap
+def _(
+    info: Any, in_dims: Any, x: torch.Tensor, kernel_size: int, stride: int, padding: int, dilation: int
+) -> tuple[torch.Tensor, int]:
+    return _max_pool1d(x.movedim(in_dims[0], 0), kernel_size, stride, padding, dilation), 0
+
+
 def max_pool1d(
     input: torch.Tensor,
     kernel_size: Any,

@@ -13,15 +13,18 @@ from rich.progress import Progress
 
 from kvsieve.backends import backend_names
 from kvsieve.cli.accumulator import accumulator_command, accumulator_options
+from kvsieve.cli.mutants import run_mutants
 from kvsieve.cli.options import parse_flow_arguments
 from kvsieve.dtypes import DTYPES
 from kvsieve.errors import ConfigError, UnknownName
 from kvsieve.flow import list_flows, load_flow
+from kvsieve.verify.data import BulkData, LayerShape
 from kvsieve.verify.programs import FuzzResult
 from kvsieve.verify.run import Order, fuzz_in_parallel, verify_all
 from kvsieve.verify.suite import CHECKS
 
 WRONG = 1
+PROBE = (LayerShape(1, 2, 8, 8),)
 
 
 def verify_command(
@@ -35,6 +38,7 @@ def verify_command(
     grid: bool = typer.Option(False, "--grid", help="add the whole grid of geometries for one flow"),
     programs: int = typer.Option(0, "--fuzz", min=0, metavar="N", help="run N random life-cycle programmes instead"),
     events: int = typer.Option(50, min=1, help="events of a programme"),
+    mutants: bool = typer.Option(False, "--mutants", help="show that the checks find deliberate faults instead"),
     jobs: int = typer.Option(0, min=0, help="worker processes  [default: one a core]"),
     seq_len: int | None = typer.Option(None, help="accumulator harness: tokens of the request"),
     steps: int | None = typer.Option(None, help="accumulator harness: decode steps"),
@@ -57,6 +61,10 @@ def verify_command(
         raise UnknownName("backend", backend, backend_names())
     if programs and (flow_arg or everything):
         raise ConfigError("--fuzz takes registered flows with their default arguments: drop --flow-arg and --all")
+    if mutants:
+        if flow is not None or everything or programs:
+            raise ConfigError("--mutants runs its own flows: give no flow, --all or --fuzz with it")
+        return run_mutants(jobs or os.cpu_count() or 1, as_json)
     if programs:
         return run_fuzz(programs, events, seed, flow, backend, jobs or os.cpu_count() or 1, as_json)
     if (flow is None) != everything:
@@ -77,7 +85,7 @@ def verify_command(
         return run_harness(flow, arguments, {**harness, "seed": seed, "backend": backend, "device": device}, as_json)
     names = list(list_flows()) if flow is None else [flow]
     orders = [Order(name, arguments, backend, dtype, device, seed) for name in names]
-    load_flow(orders[0].flow, **arguments)  # a mistake is answered here, not by a worker
+    orders[0].subject().twin(PROBE, BulkData(seed))  # a mistake in the flow is answered here, not by a worker
     return run_verify(orders, everything or grid, jobs or os.cpu_count() or 1, as_json)
 
 

@@ -145,11 +145,12 @@ def _crop(twin: Twin, program: Program, alive: list[RequestId], a: int, b: int, 
     request = alive[a % len(alive)]
     length = twin.requests[request]
     target = max(0, length - b % (1 + min(length, 2 * program.page_size + 2)))
+    inexact, place = twin.runtime.tables.stateful and target < twin.crop_floor(request), f"request {request}"
     try:
         twin.crop([request], [target])
+        expect(not inexact, "life cycle", place, f"a crop to {target} was granted, but its state cannot be exact")
     except NotCroppable:
-        expect(twin.runtime.tables.stateful, "life cycle", f"request {request}", "a flow without state refused a crop")
-        expect(target < twin.crop_floor(request), "life cycle", f"request {request}", "an exact crop was refused")
+        expect(inexact, "life cycle", place, f"an exact crop to {target} was refused")
         twin.check_storage()
 
 

@@ -36,12 +36,14 @@ class SegmentTwin:
 
     Each stage is judged on what the runtime itself put into it (stored K, V, summaries, the state before the step), so
     that its bound is its own rounding only; ``reference`` goes its own way in float64, for drift and agreement.
-    ``state`` is what the pool must hold, page by page, bit for bit: the initial value, or what a checked step wrote.
+    ``state`` is what the pool must hold, page by page, bit for bit: the initial value, or what a checked step wrote;
+    ``summaries`` likewise, for the full pages whose summary was checked.
     """
 
     def __init__(self, reference: ReferenceSegment, graphs: FlowGraphs | None, dtype: torch.dtype, place: str) -> None:
         self.reference, self.graphs, self.dtype, self.place = reference, graphs, dtype, place
         self.state: list[dict[str, torch.Tensor]] = []
+        self.summaries: dict[int, dict[str, torch.Tensor]] = {}
         self.sharp = True  # derive bounds from the data, or keep to a flat relative one
 
     def fork(self, place: str) -> SegmentTwin:
@@ -51,11 +53,14 @@ class SegmentTwin:
             setattr(twin.reference, name, list(getattr(self.reference, name)))
         twin.reference.state = [dict(row) for row in self.reference.state]
         twin.state = [dict(row) for row in self.state]
+        twin.summaries = dict(self.summaries)
         return twin
 
     def crop(self, length: int) -> None:
         self.reference.crop(length)
         del self.state[-(-length // self.reference.page_size) :]
+        full = length // self.reference.page_size
+        self.summaries = {page: row for page, row in self.summaries.items() if page < full}
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Tokens k [n, D], v [n, Dv] that are stored without being attended."""
@@ -136,6 +141,18 @@ class SegmentTwin:
         for name, value in exact.items():
             limit = storage_bound(bound[name], value, stored[name].dtype)
             compare(numbers, "summary", f"{self.place} page {page} {name}", stored[name], value, limit)
+        self.summaries[page] = {name: value.clone() for name, value in stored.items()}
+
+    def check_summaries(self, stored: list[Mapping[str, torch.Tensor]]) -> None:
+        """The summaries of full pages stay as they were when they were checked, bit for bit."""
+        for page, fields in self.summaries.items():
+            for name, value in fields.items():
+                expect(
+                    torch.equal(_bits(stored[page][name]), _bits(value)),
+                    "summary",
+                    f"{self.place} page {page}",
+                    f"{name} is {_show(stored[page][name])}, was {_show(value)}: nothing should have changed it",
+                )
 
     def _check_scores(
         self,

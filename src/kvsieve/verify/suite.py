@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvsieve.budget import Budget
-from kvsieve.verify.checks import Numbers
+from kvsieve.verify.checks import Numbers, expect
 from kvsieve.verify.data import BrokenRequestData, BulkData, Data, ExtremeData, LayerShape, PlantedData, TiedData
 from kvsieve.verify.metamorphic import METAMORPHIC
 from kvsieve.verify.poison import poisoned_pools
@@ -120,8 +120,14 @@ def _ratio(subject: Subject) -> Numbers:
     """A budget that grows with the request."""
     if subject.flow.score is None:
         return Numbers()
-    ratio = replace(subject, given_budget=Budget(1, 1, 1, 0.3))
-    return drive(ratio, [LayerShape(2, 3, 12, 12)], BulkData(subject.seed), [20 * subject.page_size, 11], 20)
+    p, shape = subject.page_size, LayerShape(2, 3, 12, 12)
+    third = replace(subject, given_budget=Budget(1, 1, 1, 0.3))
+    numbers = drive(third, [shape], BulkData(subject.seed), [20 * p, 11], 20)
+    # 0.58 * 50 is 28.999999999999996 in binary floating point
+    exact = replace(subject, given_budget=Budget(1, 1, 1, 0.58))
+    lengths = [50 * p - 3]
+    numbers.merge(drive(exact, [shape], BulkData(subject.seed), lengths, 5, judged=0.0, prefill=False))
+    return numbers
 
 
 def _long(subject: Subject) -> Numbers:
@@ -148,6 +154,25 @@ def _life_cycle(subject: Subject) -> Numbers:
     return numbers
 
 
+def _abandoned(subject: Subject) -> Numbers:
+    """A call that not every layer has attended leaves no prefix behind, and what follows knows nothing of it."""
+    p, shape, keys = subject.page_size, LayerShape(2, 3, 12, 12), 3
+    with poisoned_pools():
+        twin = subject.twin([shape, shape], BulkData(subject.seed))
+        first = twin.admit()
+        twin.extend([first], [2 * p + 1])
+        lost = twin.runtime.admit([(0, page) for page in range(keys)])
+        call = twin.runtime.extend([lost], [keys * p])
+        twin._attend(call, 0, twin.data.tokens(shape, 0, lost, 0, keys * p, (0, 0)))
+        twin.runtime.finish([lost])
+        second = twin.admit(0, keys)
+        expect(twin.requests[second] == 0, "life cycle", "prefix", f"{twin.requests[second]} tokens of a lost call")
+        twin.extend([second, first], [keys * p + 1, 2])
+        twin.step([first, second])
+        twin.finish([first, second])
+    return twin.numbers
+
+
 def _grid(subject: Subject) -> Numbers:
     """Every group, head_dim, page size and number of KV heads, around every boundary."""
     sizes = PAGE_SIZES if subject.flow.page_size is None else (subject.flow.page_size,)
@@ -170,6 +195,7 @@ CHECKS: tuple[Check, ...] = (
     Check("ratio", "a budget that grows with the request", _ratio),
     Check("long context", "33,000 pages: more than 15 bits count", _long),
     Check("life cycle", "random programmes in a tiny pool", _life_cycle),
+    Check("abandoned call", "a call that not every layer attended leaves nothing behind", _abandoned),
     *(Check(name, shows, run) for name, shows, run in METAMORPHIC),
 )
 GRID = Check("grid", "groups 1 to 24, head_dim 64 to 128, pages 1 to 33, 1 to 5 KV heads", _grid)

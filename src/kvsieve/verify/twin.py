@@ -104,6 +104,8 @@ class Twin:
                 twin = self._new_segment(layer, request, head)
                 twin.write(k[:, head], v[:, head])
                 self._segments[layer, request, head] = twin
+        if length:
+            self._check_new_summaries([request], [0])
         self._after()
         return request
 
@@ -169,6 +171,7 @@ class Twin:
     def reorder(self, requests: Sequence[RequestId], order: Sequence[int]) -> list[RequestId]:
         """Place ``i`` of the result continues ``requests[order[i]]``."""
         result = self.runtime.reorder(requests, order)
+        expect(len(set(result)) == len(order), "life cycle", f"requests {list(requests)}", f"reordered to {result}")
         for place, source in zip(result, order, strict=True):
             if place != requests[source]:
                 self._copy(requests[source], place)
@@ -233,6 +236,7 @@ class Twin:
                 same = torch.equal(torch.nan_to_num(stored, nan=7.0), torch.nan_to_num(torch.stack(wanted), nan=7.0))
                 expect(same, "storage", segment.place, f"{name} is not what was written")
         segment.check_state(self.numbers, self._rows(pool.state, head, entry.rows))
+        segment.check_summaries(self._rows(pool.summaries, head, entry.blocks))
 
     def _check_step(self, layer: int, requests: Sequence[RequestId], draw: Draw, result: Attended) -> None:
         shape, pool = self.options.shapes[layer], self.runtime.layers[layer].pool

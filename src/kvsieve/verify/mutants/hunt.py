@@ -1,0 +1,174 @@
+"""Looking for a mutant: unmodified checks, the cheapest first, until one complains."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing import get_context
+
+import torch
+
+from kvsieve.flow import Flow, build_flow
+from kvsieve.verify.checks import Fault
+from kvsieve.verify.mutants import MUTANTS
+from kvsieve.verify.mutants.base import LIFE_CYCLE, TRANSFORMERS, Mutant
+from kvsieve.verify.mutants.flow import EveryRule
+from kvsieve.verify.mutants.observe import finite_memory, watched
+from kvsieve.verify.programs import random_program, run_program
+from kvsieve.verify.subject import Subject
+from kvsieve.verify.suite import CHECKS
+
+FLOWS = ("gqa_quest_sparse_attention", "gqa_block_sparse_attention", "h2o_token_sparse_attention", "every_rule")
+"""What mutants run under: an envelope, a softmax over the window, state by token, every rule of the lowering."""
+
+CHEAPEST_FIRST = (
+    "under budget",
+    "abandoned call",
+    "others NaN",
+    "padding requests",
+    "unselected NaN",
+    "permuted blocks",
+    "alone or in a batch",
+    "batch order",
+    "broken request",
+    "extreme",
+    "ties",
+    "options",
+    "ratio",
+    "life cycle",
+    "chunked prefill",
+    "iid",
+    "planted",
+    "long context",
+)
+FUZZ_SECONDS = 60.0
+FUZZ_EVENTS = 50
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One thing to run on the mutated program; ``run`` raises Fault if the program is wrong."""
+
+    name: str
+    run: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Hunt:
+    """What became of a mutant.
+
+    ``killed_by``: the first check that raised a fault, with the fault's ``stage`` and ``message``. ``finite``: the
+    outputs up to then were finite, in memory full of NaN or else of small numbers. ``raised``: what the mutated
+    program raised by itself, which takes it out of the count.
+    """
+
+    mutant: str
+    seconds: float
+    killed_by: str = ""
+    stage: str = ""
+    message: str = ""
+    finite: bool = True
+    raised: str = ""
+
+    @property
+    def counted(self) -> bool:
+        """Finite, and nothing but a check complained."""
+        return self.finite and not self.raised
+
+    @property
+    def killed(self) -> bool:
+        return bool(self.killed_by)
+
+
+@lru_cache(None)
+def _flow(name: str) -> Flow:
+    return EveryRule() if name == "every_rule" else build_flow(name)
+
+
+def stages(mutant: Mutant) -> Iterator[Stage]:
+    """What is run to find a mutant, in order."""
+    if mutant.part == TRANSFORMERS:
+        yield from _transformers()
+        return
+    if mutant.part == LIFE_CYCLE:
+        yield from _programmes()
+    ordered = sorted(CHECKS, key=lambda check: CHEAPEST_FIRST.index(check.name))
+    for check in ordered:
+        for name in FLOWS:
+            subject = Subject(_flow(name))
+            yield Stage(f"{check.name} / {name}", lambda check=check, subject=subject: check.run(subject))  # type: ignore[misc]
+
+
+def _programmes() -> Iterator[Stage]:
+    """Random programmes for a minute."""
+    end, seed = time.perf_counter() + FUZZ_SECONDS, 0
+    while time.perf_counter() < end:
+        name = FLOWS[seed % len(FLOWS)]
+        program = random_program(seed, name, FUZZ_EVENTS, _flow(name))
+        yield Stage(f"fuzz {seed} / {name}", lambda program=program, name=name: run_program(program, built=_flow(name)))  # type: ignore[misc]
+        seed += 1
+
+
+def _transformers() -> Iterator[Stage]:
+    from kvsieve.verify.transformers import TRANSFORMERS as checks
+
+    subject = Subject(_flow(FLOWS[0]))
+    for check in checks:
+        yield Stage(check.name, lambda check=check: check.run(subject))  # type: ignore[misc]
+
+
+def hunt(mutant: Mutant) -> Hunt:
+    """Run the stages on the mutated program until one complains."""
+    start = time.perf_counter()
+    for stage in stages(mutant):
+        error, finite = _attempt(mutant, stage)
+        if error is None:
+            continue
+        seconds = time.perf_counter() - start
+        if not isinstance(error, Fault):
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return Hunt(mutant.name, seconds, message=stage.name, raised=text)
+        if not finite:
+            with finite_memory():
+                again, finite = _attempt(mutant, stage)
+            finite &= isinstance(again, Fault)
+        return Hunt(mutant.name, seconds, stage.name, error.stage, str(error), finite)
+    return Hunt(mutant.name, time.perf_counter() - start)
+
+
+def _attempt(mutant: Mutant, stage: Stage) -> tuple[Exception | None, bool]:
+    """What a stage raises on the mutated program, and whether its outputs were finite."""
+    with mutant.applied(), watched() as outputs:
+        try:
+            stage.run()
+        except Exception as error:
+            return error, outputs.finite
+    return None, outputs.finite
+
+
+def hunt_all(
+    names: Sequence[str] = tuple(MUTANTS), jobs: int = 1, progress: Callable[[], None] = lambda: None
+) -> list[Hunt]:
+    """Hunt mutants in ``jobs`` worker processes; results in the order of the names."""
+    # The long hunts first: nobody waits for one that began last.
+    order = sorted(names, key=lambda name: not MUTANTS[name].survives)
+    results: dict[str, Hunt] = {}
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_start_worker) as pool:
+        for future in as_completed([pool.submit(_work, name) for name in order]):
+            result = future.result()
+            results[result.mutant] = result
+            progress()
+    return [results[name] for name in names]
+
+
+def _start_worker() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+
+
+def _work(name: str) -> Hunt:
+    return hunt(MUTANTS[name])

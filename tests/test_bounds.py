@@ -1,0 +1,105 @@
+"""Bounds are sharp: four of them in one element are flagged, and honest runs come within a factor of ten."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+import kvsieve.verify.segment
+from kvsieve import Budget
+from kvsieve.backends.eager import EagerBackend
+from kvsieve.flow import Flow, build_flow
+from kvsieve.verify import Fault, Numbers
+from kvsieve.verify.checks import compare
+from kvsieve.verify.data import IidData, LayerShape
+from kvsieve.verify.mutants.flow import EveryRule
+from kvsieve.verify.twin import Twin, TwinOptions
+
+PAGE, LENGTH = 5, 38
+FACTOR = 4.0
+
+
+class Injecting(EagerBackend):
+    """Adds an error to one element of one stage, in the first step."""
+
+    def __init__(self, stage: str = "", error: float = 0.0) -> None:
+        self.stage, self.error = stage, error
+
+    def _spoil(self, stage: str, value: torch.Tensor, *index: int) -> None:
+        if stage == self.stage:
+            value[index] += self.error
+
+    def summarize(self, flow: Any, pool: Any, blocks: torch.Tensor) -> None:
+        super().summarize(flow, pool, blocks)
+        for field in list(pool.summaries.values())[:1]:
+            for block in blocks[:1].tolist():
+                self._spoil("summary", field, 0, block, 0)
+
+    def score(self, flow: Any, q: torch.Tensor, pool: Any, window: Any) -> torch.Tensor:
+        scores = super().score(flow, q, pool, window).contiguous()
+        self._spoil("score", scores, 0, 0, 1)
+        for field in list(pool.state.values())[:1]:
+            self._spoil("state", field, 0, int(window.rows[0, 1]))
+        return scores
+
+    def attend(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = super().attend(*arguments)
+        out, lse = out.contiguous(), lse.contiguous()
+        self._spoil("output", out, 0, 0, 0, 0)
+        self._spoil("lse", lse, 0, 0, 0)
+        return out, lse
+
+
+def run(flow: Flow, backend: EagerBackend, steps: int = 3) -> Numbers:
+    options = TwinOptions(flow.page_size or PAGE, (LayerShape(1, 3, 12, 8),))
+    twin = Twin(flow, Budget(2, 1, 1), options, IidData(3), backend)
+    request = twin.admit()
+    twin.extend([request], [LENGTH])
+    for _ in range(steps):
+        twin.step([request])
+    return twin.numbers
+
+
+# Which element of a stage's first comparison is the injected one.
+PLACES = {"summary": (0,), "score": (1,), "state": (), "output": (0, 0), "lse": (0,)}
+FLOWS = {"every_rule": EveryRule(), "h2o_token": build_flow("h2o_token_sparse_attention")}
+
+
+@lru_cache(None)
+def bounds_of(flow: str) -> dict[str, float]:
+    """The derived bound of the element into which each stage's error goes."""
+    bounds: dict[str, float] = {}
+
+    def recording(numbers: Numbers, stage: str, place: str, received: Any, exact: Any, bound: torch.Tensor) -> None:
+        elsewhere = stage == "state" and "page 2 " not in place  # the window begins at page 1
+        if "prefill" not in place and not elsewhere:
+            bounds.setdefault(stage, float(bound[PLACES[stage]]))
+        compare(numbers, stage, place, received, exact, bound)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvsieve.verify.segment, "compare", recording)
+        run(FLOWS[flow], Injecting())
+    return bounds
+
+
+@pytest.mark.parametrize(
+    "flow,stage", [("every_rule", stage) for stage in PLACES] + [("h2o_token", stage) for stage in ("score", "state")]
+)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_four_bounds_in_one_element_are_flagged(flow: str, stage: str, sign: int) -> None:
+    error = FACTOR * bounds_of(flow)[stage]
+    assert error > 0
+    with pytest.raises(Fault) as fault:
+        run(FLOWS[flow], Injecting(stage, sign * error))
+    assert fault.value.stage == stage and "times the bound" in str(fault.value)
+
+
+@pytest.mark.parametrize("flow", FLOWS.values(), ids=FLOWS)
+def test_honest_runs_come_within_a_factor_of_ten(flow: Flow) -> None:
+    worst = run(flow, EagerBackend(), steps=16).worst
+    stages = {"score", "state", "output", "lse"} | ({"summary"} if flow.summarize else set())
+    for stage in stages:
+        assert 0.1 <= worst[stage] <= 1, (stage, worst)
