@@ -210,6 +210,9 @@ def with_dtype(flow: Flow, dtype: torch.dtype) -> Flow:
     return twin
 
 
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+
 class DoublePrecision(TorchFunctionMode):
     """While entered, a flow's methods compute in float64: what they make in, or cast to, float32 is float64 instead.
 
@@ -230,6 +233,10 @@ class DoublePrecision(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         def widen(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and value.dtype in _NARROW:
+                return value.to(torch.float64)  # a constant of a module or class, which with_dtype does not see
+            if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+                return type(value)(map(widen, value))
             return torch.float64 if value is torch.float32 else value
 
         if func is torch.Tensor.float:

@@ -127,6 +127,7 @@ class Runtime:
         Raises:
             NotCroppable: the flow keeps state and a length lies further back; nothing is changed.
         """
+        _distinct("crop", requests)
         self._settle()
         self._refuse_preempted(requests)
         for request, length in zip(requests, lengths, strict=True):
@@ -144,6 +145,9 @@ class Runtime:
 
     def reorder(self, requests: Sequence[RequestId], order: Sequence[int]) -> list[RequestId]:
         """Beam search: place ``i`` of the result continues ``requests[order[i]]``; sources not named are finished."""
+        _distinct("reorder", requests)
+        for request in requests:
+            self.length(request)  # an unknown one is refused before anything changes
         if not all(0 <= source < len(requests) for source in order):
             raise ConfigError(f"reorder: expected places in [0, {len(requests)}), received {list(order)}")
         self._settle()
@@ -185,8 +189,9 @@ class Runtime:
         Raises:
             ConfigError: an unknown request, or one that is named twice; nothing is changed.
         """
-        if len({self.tables[request].slot for request in requests}) != len(requests):
-            raise ConfigError(f"finish: expected distinct requests, received {list(requests)}")
+        _distinct("finish", requests)
+        for request in requests:
+            self.length(request)  # an unknown one is refused before anything changes
         self._remember_prefixes()
         for request in requests:
             self.tables.finish(request)
@@ -279,3 +284,8 @@ class Runtime:
         if blocks or rows:
             for _, layer in self.layers.items():
                 self._reserved(layer).pool.copy(blocks, rows)
+
+
+def _distinct(what: str, requests: Sequence[RequestId]) -> None:
+    if len(set(requests)) != len(requests):
+        raise ConfigError(f"{what}: expected distinct requests, received {list(requests)}")

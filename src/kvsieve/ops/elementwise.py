@@ -54,11 +54,31 @@ class Elementwise:
         aligned = dict(zip(view.node.all_input_nodes, values, strict=True))
 
         def swap(argument: Any) -> Any:
-            return batch.align(aligned[argument], rank) if isinstance(argument, fx.Node) else argument
+            if not isinstance(argument, fx.Node):
+                return argument
+            proxy, wanted = batch.align(aligned[argument], rank), _weak_dtype(view, argument)
+            return proxy if wanted is None else proxy.to(wanted)
 
         kwargs = {key: swap(value) for key, value in view.node.kwargs.items() if key not in _DROPPED}
         proxy = view.op(*(swap(argument) for argument in view.node.args), **kwargs)
         return Value(proxy, view.shape, any(value.batched for value in values))
+
+
+def _weak_dtype(view: NodeView, argument: fx.Node) -> torch.dtype | None:
+    """The dtype that a 0-dim operand takes beside tensors with axes of its own kind, if it is another than its own.
+
+    In one segment a 0-dim tensor never widens another; in the batch it has an axis, and would.
+    """
+    others = [node for node in view.node.all_input_nodes if len(view.shape_of(node))]
+    own = view.dtype(argument)
+    if len(view.shape_of(argument)) or not others:
+        return None
+    kinds = [dtype for dtype in map(view.dtype, others) if dtype.is_floating_point == own.is_floating_point]
+    kinds = [dtype for dtype in kinds if (dtype is torch.bool) == (own is torch.bool)]
+    wanted = kinds[0] if kinds else None
+    for dtype in kinds[1:]:
+        wanted = torch.promote_types(wanted, dtype)  # type: ignore[arg-type]
+    return wanted if wanted is not own else None
 
 
 class Copy:

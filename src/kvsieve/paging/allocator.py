@@ -66,11 +66,14 @@ class BlockAllocator:
 
     def release(self, blocks: list[BlockId]) -> None:
         """Drop a reference from each block; a block without one is free."""
+        freed = []
         for block in blocks:
             self._references[block] -= 1
             if self._references[block] == 0:
                 del self._references[block]
-                bisect.insort(self._free, block)
+                freed.append(block)
+        if freed:
+            self._free = sorted(self._free + freed)  # runs are merged, not sorted anew
 
     def references(self, block: BlockId) -> int:
         """How many hold a block; 0 for a free one and for the null block."""

@@ -158,7 +158,10 @@ class RequestTables:
 
     def _make_room(self, needed: int) -> None:
         """See to it that ``needed`` blocks can be allocated, at the cost of cached prefixes that nobody uses."""
-        idle, evictable = self.block_allocator.idle_blocks, self.prefixes.evictable
+        idle = self.block_allocator.idle_blocks
+        if needed <= idle:
+            return
+        evictable = self.prefixes.evictable
         if self.block_allocator.limit is not None and needed > idle + evictable:
             raise OutOfPages(needed, idle + evictable)
         self.prefixes.evict(needed - idle)
