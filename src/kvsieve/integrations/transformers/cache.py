@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvsieve.backends import Backend
-from kvsieve.backends.base import AttentionOptions
 from kvsieve.budget import BudgetLike
-from kvsieve.call import Call, ReadStats
+from kvsieve.call import ReadStats
 from kvsieve.errors import ConfigError
 from kvsieve.flow import Flow
-from kvsieve.integrations.transformers.attention import dense_attention, tag
+from kvsieve.integrations.transformers.forward import Forward, new_tokens
+from kvsieve.integrations.transformers.layers import PagedLayer, SlidingLayer
 from kvsieve.models import IMPLEMENTATION
 from kvsieve.paging.table import RequestId
 from kvsieve.runtime import Runtime
@@ -56,9 +56,9 @@ class SparseCache(Cache):
         layers: list[Any] = []
         for index, layer in enumerate(DynamicCache(config=config).layers):
             if type(layer) is DynamicSlidingWindowLayer:
-                layers.append(_SlidingLayer(layer.sliding_window))
+                layers.append(SlidingLayer(layer.sliding_window))
             elif type(layer) is DynamicLayer:
-                layers.append(_PagedLayer(self, index))
+                layers.append(PagedLayer(self, index))
             else:
                 raise ConfigError(
                     f"layer {index} of {type(config).__name__} needs a {type(layer).__name__}: SparseCache serves "
@@ -69,8 +69,8 @@ class SparseCache(Cache):
                 f"{type(config).__name__} shares K and V between layers, which SparseCache does not serve; use the "
                 "model's own cache"
             )
-        self._paged: dict[int, _PagedLayer] = {i: one for i, one in enumerate(layers) if isinstance(one, _PagedLayer)}
-        self._sliding: list[_SlidingLayer] = [one for one in layers if isinstance(one, _SlidingLayer)]
+        self._paged: dict[int, PagedLayer] = {i: one for i, one in enumerate(layers) if isinstance(one, PagedLayer)}
+        self._sliding: list[SlidingLayer] = [one for one in layers if isinstance(one, SlidingLayer)]
         unknown = sorted(set(skip_layers) - set(self._paged))
         if unknown:
             raise ConfigError(f"skip_layers: expected full-attention layers ({[*self._paged]}), received {unknown}")
@@ -79,7 +79,7 @@ class SparseCache(Cache):
         )
         self._requests: list[RequestId] = []
         self._seen: torch.Tensor | None = None  # bool [B, L]: which columns of the padded batch hold real tokens
-        self._forward: _Forward | None = None
+        self._forward: Forward | None = None
         super().__init__(layers=layers)
 
     @property
@@ -163,7 +163,7 @@ class SparseCache(Cache):
             self._requests = self.runtime.reorder(self._requests, rows)
             self._seen, self._forward = self._seen[torch.tensor(rows, dtype=torch.int64)], None
 
-    def forward_of(self, layer: _PagedLayer, batch: int, rows: int, mask: torch.Tensor | None) -> _Forward:
+    def forward_of(self, layer: PagedLayer, batch: int, rows: int, mask: torch.Tensor | None) -> Forward:
         """The forward call that a layer's attention belongs to; the first layer of a call opens it."""
         length = 0 if self._seen is None else self._seen.shape[1]
         if self._forward is None or layer.length == length:
@@ -172,14 +172,14 @@ class SparseCache(Cache):
             raise ConfigError(f"expected {self._forward.shape} rows and tokens in all layers, received {(batch, rows)}")
         return self._forward
 
-    def _open(self, batch: int, rows: int, mask: torch.Tensor | None) -> _Forward:
+    def _open(self, batch: int, rows: int, mask: torch.Tensor | None) -> Forward:
         seen = torch.zeros(batch, 0, dtype=torch.bool) if self._seen is None else self._seen
         if seen.shape[0] != batch:
             raise ConfigError(
                 f"expected the {seen.shape[0]} rows that the cache holds, received {batch}; use cache.reset() or a new "
                 "cache"
             )
-        new = _new_tokens(mask, seen, batch, rows)
+        new = new_tokens(mask, seen, batch, rows)
         if not self._requests:
             self._requests = [self.runtime.admit() for _ in range(batch)]
         counts = new.sum(1).tolist()
@@ -192,131 +192,4 @@ class SparseCache(Cache):
             else:
                 call = self.runtime.extend(requests, [counts[i] for i in active])
         self._seen = torch.cat([seen, new], 1)
-        return _Forward((batch, rows), None if bool(new.all()) else new, call)
-
-
-class _Forward:
-    """One forward call of the model: its shape, which tokens are real (None: all), and the runtime's call."""
-
-    def __init__(self, shape: tuple[int, int], real: torch.Tensor | None, call: Call | None) -> None:
-        self.shape, self.real, self.call = shape, real, call
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
-    ) -> torch.Tensor:
-        """query [B, Hq, T, D], key [B, H, T, D], value [B, H, T, Dv] -> [B, T, Hq, Dv]; zeros where padded."""
-        real = None if self.real is None else self.real.to(query.device)
-        q, k, v = (_flatten(x, real) for x in (query, key, value))
-        out = query.new_zeros(*self.shape, query.shape[1], value.shape[3])
-        if self.call is not None:
-            flat = self.call.attend(
-                layer, q, k, v, scale=options.scale, softcap=options.softcap, sinks=options.sinks
-            ).out
-            if real is None:
-                return flat.reshape(out.shape)
-            out[real] = flat
-        return out
-
-
-class _PagedLayer(CacheLayerMixin):
-    """A full-attention layer: K and V live in the runtime's pool."""
-
-    is_sliding = False
-    is_croppable = True
-
-    def __init__(self, cache: SparseCache, index: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.cache, self.index, self.length = cache, index, 0
-        self._waiting = False
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.is_initialized = True
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self._waiting:
-            raise ConfigError(
-                f"layer {self.index}: expected kvsieve's attention after the cache update, but the model never called "
-                f"it; use a model whose attention goes through attn_implementation='{IMPLEMENTATION}'"
-            )
-        self.lazy_initialization(key_states, value_states)
-        self._waiting = True
-        tag(key_states, self)
-        return key_states, value_states
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        self._waiting = False
-        if mask is not None and mask.dim() != 2:
-            raise ConfigError(
-                f"layer {self.index}: expected a 2-D attention_mask [batch, length], received {list(mask.shape)}; "
-                "custom 4-D masks need attn_implementation='sdpa'"
-            )
-        forward = self.cache.forward_of(self, query.shape[0], query.shape[2], mask)
-        out = forward.attend(self.index, query, key, value, options)
-        self.length += query.shape[2]
-        return out
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def reset(self) -> None:
-        self.length, self._waiting, self.is_initialized = 0, False, False
-
-
-class _SlidingLayer(DynamicSlidingWindowLayer):
-    """A sliding-window layer: stored and masked as the model does it, dense within its window."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        keys, values = super().update(key_states, value_states, *args, **kwargs)
-        tag(keys, self)
-        return keys, values
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        return dense_attention(query, key, value, mask, options)
-
-
-def _flatten(x: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
-    """[B, H, T, D] -> real tokens, row after row: [tokens, H, D]."""
-    rows = x.transpose(1, 2)
-    return rows.flatten(0, 1) if real is None else rows[real]
-
-
-def _new_tokens(mask: torch.Tensor | None, seen: torch.Tensor, batch: int, rows: int) -> torch.Tensor:
-    """Which of the new columns hold real tokens: bool [B, T] on the CPU.
-
-    Raises:
-        ConfigError: the mask has another length, or disagrees with what is stored.
-    """
-    if mask is None:
-        return torch.ones(batch, rows, dtype=torch.bool)
-    mask = mask.to("cpu", torch.bool)
-    if mask.shape != (batch, seen.shape[1] + rows):
-        raise ConfigError(
-            f"attention_mask: expected {[batch, seen.shape[1] + rows]} (cached + new tokens), received "
-            f"{list(mask.shape)}"
-        )
-    if not torch.equal(mask[:, : seen.shape[1]], seen):
-        raise ConfigError(
-            "attention_mask hides or shows cached tokens that were stored otherwise; keep the mask of earlier calls "
-            "and append to it, or start a new cache"
-        )
-    return mask[:, seen.shape[1] :]
+        return Forward((batch, rows), None if bool(new.all()) else new, call)

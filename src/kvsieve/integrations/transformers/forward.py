@@ -1,0 +1,60 @@
+"""One forward call of a model: from a padded batch to the real tokens that the runtime sees, and back."""
+
+from __future__ import annotations
+
+import torch
+
+from kvsieve.backends.base import AttentionOptions
+from kvsieve.call import Call
+from kvsieve.errors import ConfigError
+
+
+class Forward:
+    """One forward call of the model: its shape, which tokens are real (None: all), and the runtime's call."""
+
+    def __init__(self, shape: tuple[int, int], real: torch.Tensor | None, call: Call | None) -> None:
+        self.shape, self.real, self.call = shape, real, call
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """query [B, Hq, T, D], key [B, H, T, D], value [B, H, T, Dv] -> [B, T, Hq, Dv]; zeros where padded."""
+        real = None if self.real is None else self.real.to(query.device)
+        q, k, v = (_flatten(x, real) for x in (query, key, value))
+        out = query.new_zeros(*self.shape, query.shape[1], value.shape[3])
+        if self.call is not None:
+            flat = self.call.attend(
+                layer, q, k, v, scale=options.scale, softcap=options.softcap, sinks=options.sinks
+            ).out
+            if real is None:
+                return flat.reshape(out.shape)
+            out[real] = flat
+        return out
+
+
+def new_tokens(mask: torch.Tensor | None, seen: torch.Tensor, batch: int, rows: int) -> torch.Tensor:
+    """Which of the new columns hold real tokens: bool [B, T] on the CPU.
+
+    Raises:
+        ConfigError: the mask has another length, or disagrees with what is stored.
+    """
+    if mask is None:
+        return torch.ones(batch, rows, dtype=torch.bool)
+    mask = mask.to("cpu", torch.bool)
+    if mask.shape != (batch, seen.shape[1] + rows):
+        raise ConfigError(
+            f"attention_mask: expected {[batch, seen.shape[1] + rows]} (cached + new tokens), received "
+            f"{list(mask.shape)}"
+        )
+    if not torch.equal(mask[:, : seen.shape[1]], seen):
+        raise ConfigError(
+            "attention_mask hides or shows cached tokens that were stored otherwise; keep the mask of earlier calls "
+            "and append to it, or start a new cache"
+        )
+    return mask[:, seen.shape[1] :]
+
+
+def _flatten(x: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
+    """[B, H, T, D] -> real tokens, row after row: [tokens, H, D]."""
+    rows = x.transpose(1, 2)
+    return rows.flatten(0, 1) if real is None else rows[real]
