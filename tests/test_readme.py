@@ -14,7 +14,8 @@ from kvsieve.cli.flow_table import flow_rows
 from kvsieve.cli.flows import markdown
 from kvsieve.flow import build_flow
 
-README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+README_FILE = Path(__file__).parent.parent / "README.md"
+README = README_FILE.read_text(encoding="utf-8")
 CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
@@ -45,8 +46,10 @@ def test_the_transformers_example_runs(capsys: pytest.CaptureFixture[str]) -> No
     pytest.importorskip("transformers")
     from kvsieve.models import resolve_model
 
-    names: dict[str, Any] = {"path": resolve_model("smollm2")[0]}
-    exec(CODE[1], names)
+    names: dict[str, Any] = {}
+    code = CODE[1].replace('path = "..."', f"path = {resolve_model('smollm2')[0]!r}")
+    exec(code.replace('"examples/jargon.txt"', repr(str(README_FILE.parent / "examples" / "jargon.txt"))), names)
     assert names["cache"].stats.steps == 49
+    assert 0 < names["cache"].stats.kv_bytes < 0.3 * names["cache"].stats.dense_bytes
     assert names["output"].shape[1] == names["inputs"]["input_ids"].shape[1] + 50
-    assert "The sea was calm until" in capsys.readouterr().out
+    assert "Jargon" in capsys.readouterr().out

@@ -396,6 +396,50 @@ def test_crop_forgets_columns_and_refuses_what_state_cannot_undo() -> None:
         kept.crop(3)
 
 
+def test_out_of_pages_undoes_sliding_layers_before_the_paged_one() -> None:
+    model = build("gemma2")  # its first layer slides
+    ids = prompt(2, 17)
+    cache = SparseCache(model.config, flow=QUEST, budget=AMPLE, page_size=4, num_blocks=9)
+    model(ids[:, :16], past_key_values=cache)
+    with pytest.raises(OutOfPages):
+        model(ids[:, 16:], past_key_values=cache)
+    cache.batch_select_indices(torch.tensor([0]))
+    received = model(ids[:1, 16:], past_key_values=cache).logits
+    fresh = SparseCache(model.config, flow=QUEST, budget=AMPLE, page_size=4)
+    model(ids[:1, :16], past_key_values=fresh)
+    torch.testing.assert_close(received, model(ids[:1, 16:], past_key_values=fresh).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_an_additive_mask_is_added() -> None:
+    model = build("llama")
+    ids = prompt(1, 10)
+    bias = torch.where(torch.ones(1, 1, 10, 10).tril().bool(), 0.0, torch.finfo(torch.float32).min)
+    bias[..., 1] -= 0.5
+    ours = model(ids, attention_mask=bias, use_cache=False).logits
+    own = own_attention(model, "llama")(ids, attention_mask=bias, use_cache=False).logits
+    torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
+
+
+def test_a_row_cannot_begin_beside_rows_that_decode() -> None:
+    model = build("llama")
+    ids, mask = prompt(2, 31), torch.ones(2, 31, dtype=torch.long)
+    mask[1, :30] = 0
+    cache = SparseCache(model.config, flow=QUEST, budget=TIGHT, page_size=4)
+    model(ids[:, :30], attention_mask=mask[:, :30], past_key_values=cache)
+    with pytest.raises(ConfigError, match=r"rows \[1\] were padding until now"):
+        model(ids[:, 30:], attention_mask=mask, past_key_values=cache)
+
+
+def test_a_backward_pass_is_refused() -> None:
+    model = build("llama")
+    with torch.enable_grad():
+        embedded = model.get_input_embeddings()(prompt(1, 6)).detach().requires_grad_(True)
+        cache = SparseCache(model.config, flow=QUEST, budget=TIGHT, page_size=4)
+        logits = model(inputs_embeds=embedded, past_key_values=cache).logits
+        with pytest.raises(ConfigError, match="for inference"):
+            logits.sum().backward()
+
+
 def test_out_of_pages_changes_nothing() -> None:
     model = build("llama")
     cache = SparseCache(model.config, flow=QUEST, budget=TIGHT, page_size=4, num_blocks=6)

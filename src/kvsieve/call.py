@@ -80,6 +80,7 @@ class Call:
         """Requests that got tokens."""
         return [request for request, count in zip(self.requests, self.counts, strict=True) if count]
 
+    @torch.inference_mode(False)  # pools outlive a caller's inference mode
     @torch.no_grad()
     def attend(
         self,

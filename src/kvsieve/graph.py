@@ -12,7 +12,7 @@ import torch
 from kvsieve.flow import BUILTIN_FIELDS, Flow, PageFields, extra_parameters
 from kvsieve.ops import Shape, show
 from kvsieve.segment import SegmentGraph, checked_graph
-from kvsieve.tracing import EXAMPLE_PAGES, export
+from kvsieve.tracing import EXAMPLE_PAGES, exclusive, export
 from kvsieve.watch import FlowMethod
 
 RESERVED = frozenset({*BUILTIN_FIELDS, "q", "scores", "mass", "mass_sum"})
@@ -94,6 +94,11 @@ def trace_flow(flow: Flow, geometry: Geometry) -> FlowGraphs:
     Raises:
         FlowError: the flow breaks a rule; names its file, line, op and shapes, and the remedy.
     """
+    with exclusive(), torch.inference_mode(False), torch.no_grad():
+        return _trace_flow(flow, geometry)
+
+
+def _trace_flow(flow: Flow, geometry: Geometry) -> FlowGraphs:
     summarize, summary_fields = _trace_summarize(flow, geometry)
     state_fields = _state_fields(flow, geometry)
     both = sorted(set(summary_fields) & set(state_fields))
@@ -214,8 +219,10 @@ def _check_fields(method: FlowMethod, fields: Any, what: str) -> None:
     for name, value in fields.items():
         if not isinstance(value, torch.Tensor):
             raise method.fail(f"{what} {name!r} is {_kind(value)}", "return a dict of name: tensor")
-        if name in RESERVED or not (isinstance(name, str) and name.isidentifier()):
-            raise method.fail(f"{what} {name!r} has a reserved name or no identifier", "rename it")
+        if name in RESERVED:
+            raise method.fail(f"{what} {name!r} has a reserved name ({', '.join(sorted(RESERVED))})", "rename it")
+        if not (isinstance(name, str) and name.isidentifier()):
+            raise method.fail(f"{what} {name!r} has a name that is no identifier", "rename it")
         floating = value.dtype.is_floating_point or value.dtype.is_complex
         if what == "summary field" and floating and value.dtype is not torch.float32:
             raise method.fail(f"{what} {name!r} is {value.dtype}", "return float32 and name dtypes in summary_dtypes")

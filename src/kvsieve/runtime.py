@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +49,7 @@ class Runtime:
         backend: str | Backend = "eager",
     ) -> None:
         self.flow = build_flow(flow) if isinstance(flow, str) else flow
+        _check_arguments(self.flow, budget, num_blocks)
         self.page_size = choose_page_size(self.flow, page_size)
         for one in [budget] if isinstance(budget, Budget) else budget.values():
             check_flow(self.flow, self.page_size, one)
@@ -284,6 +285,16 @@ class Runtime:
         if blocks or rows:
             for _, layer in self.layers.items():
                 self._reserved(layer).pool.copy(blocks, rows)
+
+
+def _check_arguments(flow: Any, budget: Any, num_blocks: Any) -> None:
+    if not isinstance(flow, Flow):
+        raise ConfigError(f"flow: expected a Flow instance or a registered name, received {flow!r}")
+    budgets = budget.values() if isinstance(budget, Mapping) else [budget]
+    if not budgets or not all(isinstance(one, Budget) for one in budgets):
+        raise ConfigError(f"budget: expected a Budget, or a mapping of layer to Budget, received {budget!r}")
+    if num_blocks is not None and (not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks < 1):
+        raise ConfigError(f"num_blocks: expected an integer >= 1 or None, received {num_blocks!r}")
 
 
 def _distinct(what: str, requests: Sequence[RequestId]) -> None:

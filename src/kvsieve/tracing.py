@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -135,6 +136,21 @@ def _collect(program: torch.export.ExportedProgram, names: list[str]) -> Trace:
             constants[node] = store[spec.target]
     (results,) = next(node for node in graph.nodes if node.op == "output").args
     return Trace(graph, inputs, constants, list(results), program)
+
+
+_TRACING = threading.RLock()
+
+
+@contextlib.contextmanager
+def exclusive() -> Iterator[None]:
+    """torch.export shares global state: one trace at a time, and float32 as the default dtype while it lasts."""
+    with _TRACING:
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)
 
 
 @contextlib.contextmanager

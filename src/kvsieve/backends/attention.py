@@ -52,18 +52,20 @@ def attend_masked(
 ) -> torch.Tensor:
     """Dense attention under a mask: q [B, Hq, n, D], k [B, H, L, D], v [B, H, L, Dv] -> [B, Hq, n, Dv].
 
-    ``allowed`` is bool and broadcasts to [B, Hq, n, L]. A row that may attend nothing comes out as 0.
+    ``allowed`` broadcasts to [B, Hq, n, L]: bool, or a floating bias that is added to the logits. A row that may attend
+    nothing comes out as 0.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     if options.softcap is None and options.sinks is None:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=options.scale)
+        bias = allowed if allowed.dtype == torch.bool else allowed.to(q.dtype)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=options.scale)
     logits = _logits(torch.matmul(q.float(), k.float().transpose(-1, -2)), options)
-    logits = torch.where(allowed, logits, float("-inf"))
+    logits = torch.where(allowed, logits, float("-inf")) if allowed.dtype == torch.bool else logits + allowed
     lse = torch.logsumexp(logits, -1, keepdim=True)
     if options.sinks is not None:
         lse = torch.logaddexp(lse, options.sinks.float().reshape(-1, 1, 1))
-    probabilities = torch.where(allowed, torch.exp(logits - lse), 0.0)
+    probabilities = torch.where(logits == float("-inf"), 0.0, torch.exp(logits - lse))
     return torch.matmul(probabilities, v.float()).to(q.dtype)
 
 

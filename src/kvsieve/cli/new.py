@@ -29,7 +29,7 @@ def new_command(
     write_all(directory, files)
     flow, test = files
     print(f"wrote {flow} and {test}")
-    print(f"run it:  kvsieve generate --flow {flow}:{class_name} --prompt 'Once upon a time' --compare")
+    print(f"run it:  kvsieve generate --flow {flow}:{class_name} --prompt-file TEXT --budget-tokens 128 --compare")
     print(f"test it: python -m pytest {test}")
 
 

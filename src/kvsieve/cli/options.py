@@ -94,6 +94,11 @@ def choose_budget(
         raise ConfigError(
             f"expected either --budget-tokens or pages, received --budget-tokens and --{', --'.join(given)}; drop one"
         )
+    if given and flow.score is not None and not {"topk", "ratio"} & set(given):
+        raise ConfigError(
+            f"a budget in pages needs --topk or --ratio, received only --{', --'.join(given)}: the flow would choose "
+            "nothing; add --topk N (--topk 0 for sink and recent pages alone)"
+        )
     if given:
         return Budget(**{"topk": 0, **given})  # type: ignore[arg-type]
     wanted = DEFAULT_BUDGET_TOKENS if tokens is None else tokens

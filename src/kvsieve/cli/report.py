@@ -68,6 +68,15 @@ def print_report(result: Comparison) -> None:
     if result.dense is not None:
         console.print(Text(parting_words(result)))
     console.print(measurements(result))
+    read = result.sparse.step_bytes
+    if read is not None and read.kv == read.dense:
+        console.print(
+            Text(
+                "Every step was within the budget, hence dense: the flow chose nothing. Lower --budget-tokens or "
+                "lengthen the prompt to see it at work.",
+                style="bold",
+            )
+        )
 
 
 def setting_words(result: Comparison) -> str:

@@ -5,7 +5,7 @@ FLOW_FILE = '''"""@class@: a sparse-attention flow of one's own.
 A flow is written for ONE request and ONE KV head. Pages are runs of `page_size` tokens; at every decode step the pages
 in the window compete, and the budget decides how many of the best are attended, beside the first and the last ones.
 
-    kvsieve generate --flow @module@.py:@class@ --flow-arg peak=0.5 --prompt "Once upon a time" --compare
+    kvsieve generate --flow @module@.py:@class@ --flow-arg peak=0.5 --prompt-file TEXT --budget-tokens 128 --compare
     python -m pytest test_@module@.py
 """
 

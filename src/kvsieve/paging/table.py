@@ -51,8 +51,7 @@ class RequestTables:
         self.row_allocator = BlockAllocator(None)
         self.prefixes = PrefixCache(self.block_allocator)
         self.stateful = stateful
-        self.blocks = torch.full((1, 1), NULL_BLOCK, dtype=torch.int64)
-        self.rows = torch.full((1, 1), NULL_BLOCK, dtype=torch.int64)
+        self.blocks, self.rows = _null_table(1, 1), _null_table(1, 1)
         self._requests: dict[RequestId, Request] = {}
         self._free_slots: list[int] = [0]
         self._next = 0
@@ -204,7 +203,12 @@ class RequestTables:
     def _resize(self, slots: int, width: int) -> None:
         old_slots, old_width = self.blocks.shape
         for name in ("blocks", "rows"):
-            bigger = torch.full((slots, width), NULL_BLOCK, dtype=torch.int64)
+            bigger = _null_table(slots, width)
             bigger[:old_slots, :old_width] = getattr(self, name)
             setattr(self, name, bigger)
         self._free_slots += range(old_slots, slots)
+
+
+@torch.inference_mode(False)  # tables outlive a caller's inference mode
+def _null_table(slots: int, width: int) -> torch.Tensor:
+    return torch.full((slots, width), NULL_BLOCK, dtype=torch.int64)

@@ -109,7 +109,7 @@ class ExtremeData(IidData):
 
     def shape_draw(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, owner: int, token: int) -> Draw:
         scale = (1e-12, 1.0, 30.0)[token % 3]
-        return q, k * scale, v * (1e6 if token % 2 else 1e-6)
+        return q, k * scale, v * (1e3 if token % 2 else 1e-6)
 
 
 class BrokenRequestData(IidData):

@@ -84,12 +84,15 @@ def _planted(subject: Subject) -> Numbers:
 
 
 def _iid(subject: Subject) -> Numbers:
-    shapes = [LayerShape(3, 4, 20, 20), LayerShape(1, 7, 16, 24)]
-    return drive(subject, shapes, BulkData(subject.seed), [6 * subject.page_size + 2, 3, subject.page_size], 40)
+    """Two layers of different geometry, one of them wide, and more requests than eight."""
+    shapes = [LayerShape(3, 4, 20, 20), LayerShape(1, 12, 192, 24)]
+    p = subject.page_size
+    lengths = [6 * p + 2, 3, p, 5 * p + 1, 1, 7 * p - 1, 2, 4 * p, 6 * p]
+    return drive(subject, shapes, BulkData(subject.seed), lengths, 12)
 
 
 def _ties(subject: Subject) -> Numbers:
-    return drive(subject, [LayerShape(2, 2, 6, 6)], TiedData(subject.seed), [12 * subject.page_size, 2], 40)
+    return drive(subject, [LayerShape(5, 2, 6, 6)], TiedData(subject.seed), [12 * subject.page_size, 2], 30)
 
 
 def _extreme(subject: Subject) -> Numbers:
@@ -102,18 +105,23 @@ def _broken(subject: Subject) -> Numbers:
 
 
 def _options(subject: Subject) -> Numbers:
-    lengths = [7 * subject.page_size + 1, 2]
-    return drive(
-        subject,
-        [LayerShape(2, 3, 12, 12), LayerShape(2, 3, 12, 12), LayerShape(1, 5, 16, 16)],
-        BulkData(subject.seed, q_scale=3.0),
-        lengths,
-        20,
-        scale=0.4,
-        softcap=2.5,
-        sinks=True,
-        dense_layers=(1,),
-    )
+    """Scale, soft-cap and sink logits, each alone and together; a dense layer."""
+    numbers = Numbers()
+    for softcap, sinks in ((2.5, False), (None, True), (2.5, True)):
+        numbers.merge(
+            drive(
+                subject,
+                [LayerShape(2, 3, 12, 12), LayerShape(2, 3, 12, 12), LayerShape(1, 5, 16, 16)],
+                BulkData(subject.seed, q_scale=3.0),
+                [7 * subject.page_size + 1, 2],
+                8,
+                scale=0.4,
+                softcap=softcap,
+                sinks=sinks,
+                dense_layers=(1,),
+            )
+        )
+    return numbers
 
 
 def _ratio(subject: Subject) -> Numbers:

@@ -90,13 +90,13 @@ def dense_attention(
     mask: torch.Tensor | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Dense attention by the model's own mask (4-D bool, 2-D padding, or none: causal) -> [B, T, Hq, Dv]."""
+    """Dense attention by the model's own mask (4-D, bool or additive; 2-D padding; none: causal) -> [B, T, Hq, Dv]."""
     rows, length = query.shape[2], key.shape[2]
     if mask is None or mask.dim() == 2:
         allowed = torch.ones(rows, length, dtype=torch.bool, device=query.device).tril(length - rows)
         allowed = allowed if mask is None else allowed & mask[:, None, None].bool()
     else:
-        allowed = mask if mask.dtype == torch.bool else mask == 0
+        allowed = mask
     return attend_masked(query, key, value, allowed, options).transpose(1, 2).contiguous()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from kvsieve.backends import Backend
 from kvsieve.budget import BudgetLike
 from kvsieve.call import ReadStats
-from kvsieve.errors import ConfigError
+from kvsieve.errors import ConfigError, KvsieveError
 from kvsieve.flow import Flow
 from kvsieve.integrations.transformers.forward import Forward, new_tokens
 from kvsieve.integrations.transformers.layers import PagedLayer, SlidingLayer
@@ -71,6 +72,11 @@ class SparseCache(Cache):
             )
         self._paged: dict[int, PagedLayer] = {i: one for i, one in enumerate(layers) if isinstance(one, PagedLayer)}
         self._sliding: list[SlidingLayer] = [one for one in layers if isinstance(one, SlidingLayer)]
+        if not self._paged:
+            warnings.warn(
+                f"every layer of {type(config).__name__} is a sliding window and stays dense: the flow never runs",
+                stacklevel=2,
+            )
         unknown = sorted(set(skip_layers) - set(self._paged))
         if unknown:
             raise ConfigError(f"skip_layers: expected full-attention layers ({[*self._paged]}), received {unknown}")
@@ -126,7 +132,8 @@ class SparseCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Only the rows that ``indices`` (places, or a bool mask) names."""
-        self._pick_rows(torch.arange(len(self._requests))[indices.cpu()].tolist())
+        if self._seen is not None:
+            self._pick_rows(torch.arange(len(self._requests))[indices.cpu()].tolist())
         for layer in self._sliding:
             layer.batch_select_indices(indices)
 
@@ -138,7 +145,7 @@ class SparseCache(Cache):
             ConfigError: a positive number, more columns than there are, or a sliding window that forgot them.
         """
         length = 0 if self._seen is None else self._seen.shape[1]
-        if not -length <= tokens_to_remove <= 0:
+        if self._paged and not -length <= tokens_to_remove <= 0:
             raise ConfigError(f"crop: expected a number of tokens in [{-length}, 0], received {tokens_to_remove}")
         if self._seen is not None and tokens_to_remove:
             self._refuse_forgotten()
@@ -167,7 +174,12 @@ class SparseCache(Cache):
         """The forward call that a layer's attention belongs to; the first layer of a call opens it."""
         length = 0 if self._seen is None else self._seen.shape[1]
         if self._forward is None or layer.length == length:
-            self._forward = self._open(batch, rows, mask)
+            try:
+                self._forward = self._open(batch, rows, mask)
+            except KvsieveError:
+                for sliding in self._sliding:  # those before this layer have stored the tokens that are refused now
+                    sliding.forget_from(length)
+                raise
         if self._forward.shape != (batch, rows):
             raise ConfigError(f"expected {self._forward.shape} rows and tokens in all layers, received {(batch, rows)}")
         return self._forward
@@ -184,10 +196,16 @@ class SparseCache(Cache):
             self._requests = [self.runtime.admit() for _ in range(batch)]
         counts = new.sum(1).tolist()
         active = [i for i, count in enumerate(counts) if count]
+        late = [i for i in active if rows == 1 and seen.shape[1] and not self.runtime.length(self._requests[i])]
+        if late:
+            raise ConfigError(
+                f"attention_mask: rows {late} were padding until now and begin with a single token, beside rows that "
+                "decode; start them with a call of several tokens, or in a cache of their own"
+            )
         call = None
         if active:
             requests = [self._requests[i] for i in active]
-            if rows == 1 and all(self.runtime.length(request) for request in requests):
+            if rows == 1 and seen.shape[1]:
                 call = self.runtime.step(requests)
             else:
                 call = self.runtime.extend(requests, [counts[i] for i in active])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kvsieve.backends.base import AttentionOptions
@@ -27,9 +29,24 @@ class Forward:
                 layer, q, k, v, scale=options.scale, softcap=options.softcap, sinks=options.sinks
             ).out
             if real is None:
-                return flat.reshape(out.shape)
-            out[real] = flat
+                out = flat.reshape(out.shape)
+            else:
+                out[real] = flat
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+            out = _Inference.apply(out, query)  # type: ignore[no-untyped-call]
         return out
+
+
+class _Inference(torch.autograd.Function):
+    """The identity, which refuses a backward pass: gradients do not flow through pages."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise ConfigError("SparseCache is for inference: expected no backward pass; train with another cache")
 
 
 def new_tokens(mask: torch.Tensor | None, seen: torch.Tensor, batch: int, rows: int) -> torch.Tensor:

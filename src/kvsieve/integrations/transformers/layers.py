@@ -81,10 +81,18 @@ class PagedLayer(CacheLayerMixin):
 class SlidingLayer(DynamicSlidingWindowLayer):
     """A sliding-window layer: stored and masked as the model does it, dense within its window."""
 
+    _before: tuple[torch.Tensor | None, torch.Tensor | None, bool, int] = None, None, False, 0
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._before = self.keys, self.values, self.is_initialized, self.cumulative_length
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         tag(keys, self)
         return keys, values
+
+    def forget_from(self, length: int) -> None:
+        """Undo the newest update if it reached beyond ``length`` tokens."""
+        if self.cumulative_length > length:
+            self.keys, self.values, self.is_initialized, self.cumulative_length = self._before
 
     def attend(
         self,
