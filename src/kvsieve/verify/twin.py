@@ -313,7 +313,7 @@ class Twin:
         return q, k, v
 
     def _attend(self, call: Call, layer: int, draw: Draw) -> Attended:
-        q, k, v = (x.to(self.options.device) for x in draw)
+        q, k, v = (x.to(self.options.device, self.options.dtype) for x in draw)
         sinks = self._sinks(layer)
         sinks = None if sinks is None else sinks.to(self.options.device)
         return call.attend(layer, q, k, v, scale=self.options.scale, softcap=self.options.softcap, sinks=sinks)

@@ -15,15 +15,17 @@ TABLE = Table(TRANSFORMERS)
 fault = TABLE.fault
 
 CACHE = "kvsieve.integrations.transformers.cache"
+LAYERS = "kvsieve.integrations.transformers.layers"
+FORWARD = "kvsieve.integrations.transformers.forward"
 ATTENTION = "kvsieve.integrations.transformers.attention"
 
 
-@fault("padding is stored as tokens", 13, CACHE, "_new_tokens")
+@fault("padding is stored as tokens", 13, CACHE, "new_tokens")
 def _(original: Any) -> Any:
     return lambda mask, seen, batch, rows: torch.ones(batch, rows, dtype=torch.bool)
 
 
-@fault("heads and tokens are taken for each other", 3, CACHE, "_flatten")
+@fault("heads and tokens are taken for each other", 3, FORWARD, "_flatten")
 def _(original: Any) -> Any:
     def flatten(x: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
         batch, heads, rows, width = x.shape
@@ -56,7 +58,7 @@ def _(original: Any) -> Any:
     return _options(original, scale=1.0)
 
 
-@fault("sliding layers attend everything", 24, f"{CACHE}:_SlidingLayer", "attend")
+@fault("sliding layers attend everything", 24, f"{LAYERS}:SlidingLayer", "attend")
 def _(original: Any) -> Any:
     def attend(self: Any, query: Any, key: Any, value: Any, mask: Any, options: Any) -> Any:
         return original(self, query, key, value, None, options)
@@ -81,7 +83,7 @@ def _(original: Any) -> Any:
     return runtime
 
 
-@fault("rows of a batch get each other's outputs", 25, f"{CACHE}:_Forward", "attend")
+@fault("rows of a batch get each other's outputs", 25, f"{FORWARD}:Forward", "attend")
 def _(original: Any) -> Any:
     def attend(self: Any, *arguments: Any) -> torch.Tensor:
         out: torch.Tensor = original(self, *arguments)
@@ -113,6 +115,6 @@ def _(original: Any) -> Any:
     return crop
 
 
-@fault("positions stop at 8", 2, f"{CACHE}:_PagedLayer", "get_seq_length")
+@fault("positions stop at 8", 2, f"{LAYERS}:PagedLayer", "get_seq_length")
 def _(original: Any) -> Any:
     return lambda self: min(8, self.length)
