@@ -74,7 +74,7 @@ class SegmentTwin:
             return
         keys, values = torch.stack(self.reference.k), torch.stack(self.reference.v)
         rows = torch.arange(len(keys) - len(q), len(keys))
-        # A dense library kernel of a 16-bit dtype rounds probabilities and partial results to it; float32 stays float32.
+        # A dense library kernel of a 16-bit dtype rounds probabilities and partial results to it.
         u = unit_roundoff(self.dtype) * (1.0 if self.dtype is torch.float32 else 1.5)
         exact, bound = self._attention(q, keys, values, torch.arange(len(keys)) <= rows[:, None], u)
         # Such a kernel rounds probabilities to the dtype's grid, whose spacing near 0 is absolute.
