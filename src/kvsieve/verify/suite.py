@@ -6,7 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
+from kvsieve.backends import get_backend
+from kvsieve.backends.base import Selection
 from kvsieve.budget import Budget
+from kvsieve.paging.table import RequestTables
+from kvsieve.plan import Plan, Quota
+from kvsieve.reference import select
 from kvsieve.verify.checks import Numbers, expect
 from kvsieve.verify.data import BrokenRequestData, BulkData, Data, ExtremeData, LayerShape, PlantedData, TiedData
 from kvsieve.verify.metamorphic import METAMORPHIC
@@ -181,6 +188,50 @@ def _abandoned(subject: Subject) -> Numbers:
     return twin.numbers
 
 
+def _order(subject: Subject) -> Numbers:
+    """The backend's selection alone, on scores that no flow need give: NaN, infinities, both zeros, ties, negatives."""
+    numbers, backend, p, heads = Numbers(), get_backend(subject.backend), 3, 3
+    random = torch.Generator().manual_seed(subject.seed)
+    pool = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, -1.5, -1.0, 2.0, 1e-42, -1e-42])
+    for budget in (Budget(4, 1, 2), Budget(1, 0, 1), Budget(2, 2, 1, 0.6)):
+        tables = RequestTables(p, None, False)
+        requests = [tables.admit() for _ in range(5)]
+        lengths = [19 * p, 4 * p + 1, 1, 11 * p - 1, 30 * p]
+        tables.append(requests, lengths)
+        plan = Plan(tables, requests, lengths, [], torch.device(subject.device))
+        quota = plan.quota(budget, True, False)
+        assert quota.window is not None
+        shape = (len(quota.window.requests), heads, quota.window.valid.shape[1])
+        for _ in range(20):
+            scores = pool[torch.randint(len(pool), shape, generator=random)]
+            padding = ~quota.window.valid.cpu()[:, None].expand(shape)
+            scores[padding] = (float("inf"), float("nan"), 1e9)[int(torch.randint(3, (), generator=random))]
+            selection = backend.select(scores.to(subject.device), quota, heads)
+            _check_order(numbers, selection, scores, quota, budget, lengths, p)
+    return numbers
+
+
+def _check_order(
+    numbers: Numbers,
+    selection: Selection,
+    scores: torch.Tensor,
+    quota: Quota,
+    budget: Budget,
+    lengths: Sequence[int],
+    page_size: int,
+) -> None:
+    assert quota.window is not None
+    scored = quota.window.requests.tolist()
+    for i, length in enumerate(lengths):
+        pages = -(-length // page_size)
+        for head in range(scores.shape[1]):
+            row = scores[scored.index(i), head, : budget.window(pages)] if i in scored else None
+            listed = selection.pages[i, head, : int(selection.count[i])].tolist()
+            wanted = select(row, pages, budget)
+            expect(listed == wanted, "selection", f"request {i} head {head}", f"pages {listed}, expected {wanted}")
+    numbers.note("selection", 0.0)
+
+
 def _grid(subject: Subject) -> Numbers:
     """Every group, head_dim, page size and number of KV heads, around every boundary."""
     sizes = PAGE_SIZES if subject.flow.page_size is None else (subject.flow.page_size,)
@@ -200,6 +251,7 @@ CHECKS: tuple[Check, ...] = (
     Check("extreme", "huge and tiny magnitudes", _extreme),
     Check("broken request", "NaN and infinite keys in one request; the others do not notice", _broken),
     Check("options", "scale, soft-cap, sink logits, a dense layer", _options),
+    Check("order", "selection alone: NaN, infinities, both zeros, ties, negatives, ragged windows", _order),
     Check("ratio", "a budget that grows with the request", _ratio),
     Check("long context", "33,000 pages: more than 15 bits count", _long),
     Check("life cycle", "random programmes in a tiny pool", _life_cycle),

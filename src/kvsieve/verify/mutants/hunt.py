@@ -26,6 +26,7 @@ FLOWS = ("gqa_quest_sparse_attention", "gqa_block_sparse_attention", "h2o_token_
 """What mutants run under: an envelope, a softmax over the window, state by token, every rule of the lowering."""
 
 CHEAPEST_FIRST = (
+    "order",
     "under budget",
     "abandoned call",
     "others NaN",
