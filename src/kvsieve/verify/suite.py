@@ -19,6 +19,7 @@ from kvsieve.verify.data import BrokenRequestData, BulkData, Data, ExtremeData, 
 from kvsieve.verify.metamorphic import METAMORPHIC
 from kvsieve.verify.poison import poisoned_pools
 from kvsieve.verify.programs import random_program, run_program
+from kvsieve.verify.ranking import check_ranking
 from kvsieve.verify.subject import Subject
 
 GROUPS, HEAD_DIMS, PAGE_SIZES, KV_HEADS = (1, 3, 4, 7, 8, 24), (64, 80, 128), (1, 5, 16, 33), (1, 3, 5)
@@ -248,6 +249,7 @@ CHECKS: tuple[Check, ...] = (
     Check("planted", "200 steps with sinks and heavy hitters", _planted),
     Check("iid", "two layers of different geometry, every bound derived", _iid),
     Check("ties", "equal scores: the older page stays", _ties),
+    Check("ranking", "NaN, infinities, both zeros, negative and neighbouring scores", check_ranking),
     Check("extreme", "huge and tiny magnitudes", _extreme),
     Check("broken request", "NaN and infinite keys in one request; the others do not notice", _broken),
     Check("options", "scale, soft-cap, sink logits, a dense layer", _options),

@@ -32,7 +32,7 @@ class EveryRule(Flow):
         level = centred / (1 + logits.std(-1, keepdim=True, correction=0))
         weights = torch.softmax(level, -1)
         terms = [
-            self.votes(weights),
+            self.votes(level),
             self.extremes(logits),
             torch.cumsum(weights, -1).mean(0),
             torch.tanh(torch.einsum("gd,wd->gw", q, pages["k_spread"]).sum(0) * 0.1 * (layer + 1)),
@@ -45,10 +45,10 @@ class EveryRule(Flow):
         trace = torch.cat([share[:, None], pages["trace"][:, :1]], -1)
         return scores, {"seen": 0.875 * pages["seen"] + share, "trace": trace}
 
-    def votes(self, weights: torch.Tensor) -> torch.Tensor:
-        """Neighbouring pages vote for each other: weights [G, W] -> [W]."""
-        mean = torch.nn.functional.avg_pool1d(weights, 3, 1, 1, count_include_pad=False)
-        peak = torch.nn.functional.max_pool1d(weights, 3, 1, 1)
+    def votes(self, level: torch.Tensor) -> torch.Tensor:
+        """Neighbouring pages vote for each other: level [G, W] -> [W]."""
+        mean = torch.nn.functional.avg_pool1d(level, 3, 1, 1, count_include_pad=False)
+        peak = torch.nn.functional.max_pool1d(level, 3, 1, 1)
         return mean.amax(0) + peak.sum(0)
 
     def extremes(self, logits: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,11 @@ from unittest import mock
 
 import torch
 
+import kvsieve.layers
+import kvsieve.verify.twin
 from kvsieve.call import Call
+from kvsieve.flow import Flow
+from kvsieve.graph import FlowGraphs, Geometry, trace_flow
 from kvsieve.verify import poison
 
 FINITE_GARBAGE = 3
@@ -56,6 +60,23 @@ def finite_memory() -> Iterator[None]:
         return 1 if dtype is torch.bool else FINITE_GARBAGE
 
     with mock.patch.object(poison, "garbage", garbage):
+        yield
+
+
+_TRACED: dict[tuple[Flow, Geometry], FlowGraphs] = {}
+
+
+@contextmanager
+def traced_once() -> Iterator[None]:
+    """Flows are traced once a process: tracing is most of a short check's time, and no mutant touches it."""
+
+    def traced(flow: Flow, geometry: Geometry) -> FlowGraphs:
+        if (flow, geometry) not in _TRACED:
+            _TRACED[flow, geometry] = trace_flow(flow, geometry)
+        return _TRACED[flow, geometry]
+
+    first = mock.patch.object(kvsieve.layers, "trace_flow", traced)
+    with first, mock.patch.object(kvsieve.verify.twin, "trace_flow", traced):
         yield
 
 
