@@ -15,7 +15,7 @@ import torch
 from kvsieve.runtime import RequestId
 from kvsieve.verify.checks import Numbers, compare, expect
 from kvsieve.verify.data import BulkData, Data, Draw, IidData, LayerShape
-from kvsieve.verify.poison import poisoned_pools
+from kvsieve.verify.poison import NAN, poisoned_pools
 from kvsieve.verify.rounding import unit_roundoff
 from kvsieve.verify.subject import Subject
 from kvsieve.verify.twin import Twin
@@ -23,6 +23,7 @@ from kvsieve.verify.unselected import UnselectedNaN
 
 SHAPES = (LayerShape(2, 3, 12, 8),)
 STEPS = 6
+LARGE = 1e4  # within the range of float16
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,22 @@ def _unselected_nan(subject: Subject) -> Numbers:
     return _agree(subject, twin, "unselected NaN", traces, _plain(subject), exact=True)
 
 
+def _free_memory(subject: Subject) -> Numbers:
+    """NaN hides where it ranks last; a large number does not."""
+    plain, numbers = _plain_in(subject, NAN), Numbers()
+    for filling in (LARGE, -LARGE):
+        with poisoned_pools(filling):
+            twin, requests = _three(subject)
+            traces = follow(twin, requests, [_lengths(subject)])
+            numbers.merge(_agree(subject, twin, f"free memory holds {filling:g}", traces, plain, exact=True))
+    return numbers
+
+
+def _plain_in(subject: Subject, filling: float) -> list[Trace]:
+    with poisoned_pools(filling):
+        return _plain(subject)
+
+
 @poisoned_pools()
 def _no_op(subject: Subject) -> Numbers:
     """Under budget a step is dense attention, bit for bit, whatever the flow."""
@@ -186,5 +203,6 @@ METAMORPHIC: tuple[tuple[str, str, Callable[[Subject], Numbers]], ...] = (
     ("padding requests", "requests without a token do not matter: bit-identical", _padding_requests),
     ("others NaN", "what other requests hold does not matter: bit-identical", _others_nan),
     ("unselected NaN", "pages that are not selected are not read: bit-identical", _unselected_nan),
+    ("free memory", "what free memory holds does not matter: bit-identical", _free_memory),
     ("under budget", "a step under budget is dense attention: bit-identical", _no_op),
 )

@@ -1,4 +1,4 @@
-"""Memory that nobody has written is poison: NaN, or garbage where NaN does not exist."""
+"""Memory that nobody has written is poison: NaN or a large number, or garbage where NaN does not exist."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from kvsieve.paging.allocator import NULL_BLOCK, BlockAllocator, BlockId
 from kvsieve.paging.pool import LayerPool
 from kvsieve.runtime import Runtime
 
+NAN = float("nan")
+_filling = NAN
+
 
 def garbage(dtype: torch.dtype) -> float | int:
     """What a buffer of this dtype is filled with."""
-    return float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max if dtype is not torch.bool else 1
+    return _filling if dtype.is_floating_point else torch.iinfo(dtype).max if dtype is not torch.bool else 1
 
 
 def poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -24,14 +27,15 @@ def poison(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
 
 
 @contextmanager
-def poisoned_pools() -> Iterator[None]:
-    """Every pool buffer made inside is poison."""
-    original = kvsieve.paging.pool.uninitialised
-    kvsieve.paging.pool.uninitialised = poison
+def poisoned_pools(filling: float = NAN) -> Iterator[None]:
+    """Every pool buffer made inside is poison, NaN or another number."""
+    global _filling
+    before = kvsieve.paging.pool.uninitialised, _filling
+    kvsieve.paging.pool.uninitialised, _filling = poison, filling
     try:
         yield
     finally:
-        kvsieve.paging.pool.uninitialised = original
+        kvsieve.paging.pool.uninitialised, _filling = before
 
 
 def spoil_free_memory(runtime: Runtime) -> None:

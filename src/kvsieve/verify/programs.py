@@ -116,7 +116,7 @@ def run_event(twin: Twin, program: Program, event: Event) -> None:
 
 def _admit(twin: Twin, program: Program, alive: list[RequestId], a: int, b: int, c: int) -> None:
     if len(twin.requests) < MAX_REQUESTS:
-        twin.admit(a % 2 if b % 2 else None, c % 4)
+        twin.admit(a % 2 if b % 4 else None, 1 + c % 4)
 
 
 def _extend(twin: Twin, program: Program, alive: list[RequestId], a: int, b: int, c: int) -> None:

@@ -138,7 +138,7 @@ def _ratio(subject: Subject) -> Numbers:
         return Numbers()
     p, shape = subject.page_size, LayerShape(2, 3, 12, 12)
     third = replace(subject, given_budget=Budget(1, 1, 1, 0.3))
-    numbers = drive(third, [shape], BulkData(subject.seed), [20 * p, 11], 20)
+    numbers = drive(third, [shape], BulkData(subject.seed), [12 * p, 11, 20 * p], 20)
     # 0.58 * 50 is 28.999999999999996 in binary floating point
     exact = replace(subject, given_budget=Budget(1, 1, 1, 0.58))
     lengths = [50 * p - 3]

@@ -246,6 +246,8 @@ class Twin:
         out, lse = result.out.cpu(), result.lse.cpu()
         scores = None if result.scores is None else result.scores.cpu()
         scored = self._scored(layer, requests)
+        rows = 0 if scores is None else len(scores)
+        expect(rows == len(scored), "score", f"layer {layer}", f"{rows} requests scored, expected {len(scored)}")
         for i, request in enumerate(requests):
             entry = self.runtime.tables[request]
             budget = self.runtime.layers[layer].budget

@@ -38,6 +38,7 @@ CHEAPEST_FIRST = (
     "others NaN",
     "padding requests",
     "unselected NaN",
+    "free memory",
     "permuted blocks",
     "alone or in a batch",
     "batch order",

@@ -190,7 +190,7 @@ def _(original: Any) -> Any:
 @fault("request 0's number of pages holds for the batch", 25, eager, "top_pages")
 def _(original: Any) -> Any:
     def top_pages(scores: torch.Tensor, valid: torch.Tensor, topk: torch.Tensor, most: int) -> torch.Tensor:
-        best: torch.Tensor = original(scores, valid, topk[:1].expand_as(topk).minimum(topk), most)
+        best: torch.Tensor = original(scores, valid, topk[:1].expand_as(topk), most)
         return best
 
     return top_pages

@@ -99,8 +99,9 @@ def _(original: Any) -> Any:
     done: dict[LayerPool, set[int]] = {}
 
     def summarize(self: Any, flow: Any, pool: LayerPool, blocks: torch.Tensor) -> None:
-        new = [block for block in blocks.tolist() if block not in done.setdefault(pool, set())]
-        done[pool].update(new)
+        seen = done.setdefault(pool, set())
+        new = [block for block in blocks.tolist() if block not in seen]
+        seen.update(new)
         original(self, flow, pool, torch.tensor(new, dtype=torch.int64))
 
     return summarize
