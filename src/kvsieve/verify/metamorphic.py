@@ -178,7 +178,7 @@ def _free_memory(subject: Subject) -> Numbers:
     return numbers
 
 
-def _plain_in(subject: Subject, filling: float) -> list[Trace]:
+def _plain_in(subject: Subject, filling: float) -> list[StepTrace]:
     with poisoned_pools(filling):
         return _plain(subject)
 

@@ -19,8 +19,8 @@ from kvsieve.verify.twin import Twin, TwinOptions
 Event = tuple[str | int, ...]
 """A verb and small integers. Integers pick among what is alive, so that every subset of a programme is a programme."""
 
-VERBS = ("admit", "extend", "step", "fork", "crop", "reorder", "preempt", "resume", "finish")
-WEIGHTS = (4, 6, 10, 2, 3, 2, 2, 2, 2)
+VERBS = ("admit", "extend", "step", "fork", "crop", "reorder", "preempt", "resume", "finish", "abandon")
+WEIGHTS = (5, 6, 10, 2, 3, 2, 2, 2, 2, 1)
 MAX_REQUESTS = 5
 
 
@@ -179,6 +179,11 @@ def _finish(twin: Twin, program: Program, alive: list[RequestId], a: int, b: int
         twin.finish([everyone[a % len(everyone)]])
 
 
+def _abandon(twin: Twin, program: Program, alive: list[RequestId], a: int, b: int, c: int) -> None:
+    if alive:
+        twin.abandon(alive[a % len(alive)], 1 + b % (3 * program.page_size))
+
+
 _EVENTS: dict[str, Callable[[Twin, Program, list[RequestId], int, int, int], None]] = {
     "admit": _admit,
     "extend": _extend,
@@ -189,6 +194,7 @@ _EVENTS: dict[str, Callable[[Twin, Program, list[RequestId], int, int, int], Non
     "preempt": _preempt,
     "resume": _resume,
     "finish": _finish,
+    "abandon": _abandon,
 }
 
 

@@ -172,18 +172,15 @@ def _life_cycle(subject: Subject) -> Numbers:
 
 def _abandoned(subject: Subject) -> Numbers:
     """A call that not every layer has attended leaves no prefix behind, and what follows knows nothing of it."""
-    p, shape, keys = subject.page_size, LayerShape(2, 3, 12, 12), 3
+    p, shape, pages = subject.page_size, LayerShape(2, 3, 12, 12), 3
     with poisoned_pools():
         twin = subject.twin([shape, shape], BulkData(subject.seed))
-        first = twin.admit()
+        first, lost = twin.admit(), twin.admit(0, pages)
         twin.extend([first], [2 * p + 1])
-        lost = twin.runtime.admit([(0, page) for page in range(keys)])
-        call = twin.runtime.extend([lost], [keys * p])
-        twin._attend(call, 0, twin.data.tokens(shape, 0, lost, 0, keys * p, (0, 0)))
-        twin.runtime.finish([lost])
-        second = twin.admit(0, keys)
+        twin.abandon(lost, pages * p)
+        second = twin.admit(0, pages)
         expect(twin.requests[second] == 0, "life cycle", "prefix", f"{twin.requests[second]} tokens of a lost call")
-        twin.extend([second, first], [keys * p + 1, 2])
+        twin.extend([second, first], [pages * p + 1, 2])
         twin.step([first, second])
         twin.finish([first, second])
     return twin.numbers

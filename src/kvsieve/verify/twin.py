@@ -199,6 +199,14 @@ class Twin:
             self._forget(request)
         self._after()
 
+    def abandon(self, request: RequestId, count: int) -> None:
+        """A call that the last layer never attends, because its request is ended: nobody may see its pages."""
+        start = self.requests[request]
+        call = self.runtime.extend([request], [count])
+        for layer in range(len(self.options.shapes) - 1):
+            self._attend(call, layer, self._tokens(layer, [request], [start], [count]))
+        self.finish([request])
+
     def crop_floor(self, request: RequestId) -> int:
         """The length down to which a crop must be exact: the last multi-token call, if it was short and the newest."""
         return self._floors[request]

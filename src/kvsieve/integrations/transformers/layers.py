@@ -66,7 +66,7 @@ class PagedLayer(CacheLayerMixin):
         return out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+        return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
         return self.length
