@@ -28,7 +28,6 @@ FLOWS = ("gqa_quest_sparse_attention", "gqa_block_sparse_attention", "h2o_token_
 CHEAPEST_FIRST = (
     "order",
     "under budget",
-    "ranking",
     "abandoned call",
     "ties",
     "broken request",
@@ -48,7 +47,7 @@ CHEAPEST_FIRST = (
     "long context",
     "planted",
 )
-NARROW = {"ranking": FLOWS[:1], "long context": FLOWS[0::2], "planted": FLOWS[:1]}
+NARROW = {"order": FLOWS[:1], "long context": FLOWS[0::2], "planted": FLOWS[:1]}
 """Checks that are run under some of the flows: one brings its own, the others take long."""
 FUZZ_SECONDS = 60.0
 FUZZ_EVENTS = 50

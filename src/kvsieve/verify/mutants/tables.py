@@ -198,11 +198,11 @@ def _(original: Any) -> Any:
     return admit
 
 
-@fault("pages of a call that no layer has attended are offered as a prefix", 11, Runtime, "_remember_prefixes")
+@fault("pages of a call that not every layer has attended are offered as a prefix", 11, Runtime, "_remember_prefixes")
 def _(original: Any) -> Any:
     def remember(self: Runtime) -> None:
         call = self._newest
-        for request in call.grown if call else ():
+        for request in call.grown if call and self._complete else ():
             if request in self.tables:
                 entry = self.tables[request]
                 full = entry.length // self.page_size
