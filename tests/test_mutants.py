@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from kvsieve.backends import eager
-from kvsieve.cli.app import app
+from kvsieve.cli.app import run
 from kvsieve.verify.mutants import MUTANTS, Mutant
 from kvsieve.verify.mutants import hunt as hunting
 from kvsieve.verify.mutants.base import LIFE_CYCLE
@@ -125,10 +124,10 @@ def test_all_mutants() -> None:
             assert one.seconds < 60, text([one])
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("kvsieve.cli.mutants.hunt_all", lambda names, jobs, progress: hunts(0))
-    result = CliRunner().invoke(app, ["verify", "--mutants", "--json"])
-    assert result.exit_code == 0 and json.loads(result.stdout)["counted"] == 20
+    assert run(["verify", "--mutants", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["counted"] == 20
     monkeypatch.setattr("kvsieve.cli.mutants.hunt_all", lambda names, jobs, progress: hunts(1))
-    result = CliRunner().invoke(app, ["verify", "--mutants"])
-    assert result.exit_code == 1 and result.stdout.rstrip().endswith("killed 19 of 20")
+    assert run(["verify", "--mutants"]) == 1
+    assert capsys.readouterr().out.rstrip().endswith("killed 19 of 20")

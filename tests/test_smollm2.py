@@ -13,7 +13,8 @@ from transformers import DynamicCache
 
 from kvsieve import Budget, SparseCache
 from kvsieve.models import load_model
-from test_transformers import Poisoning, generate
+from kvsieve.verify.unselected import UnselectedNaN
+from test_transformers import generate
 
 TEXT = (Path(__file__).parent.parent / "examples" / "jargon.txt").read_text(encoding="utf-8")
 AMPLE = Budget(5000)
@@ -64,7 +65,7 @@ def test_unselected_pages_are_not_read(small: Any, ids: torch.Tensor) -> None:
     model, prompt, budget = small[0], ids[:, :700], Budget(5)
     model.set_attn_implementation("kvsieve")
     results = []
-    for backend in ("eager", Poisoning()):
+    for backend in ("eager", UnselectedNaN("eager")):
         cache = SparseCache(model.config, flow="gqa_quest_sparse_attention", budget=budget, backend=backend)
         results.append(generate(model, prompt, cache, new=6, pad_token_id=0))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])

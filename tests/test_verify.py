@@ -133,11 +133,11 @@ def test_exit_code_0(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A fault in the stack: the command runs here, not in a worker, so that the patch is seen."""
     plant_shared_pages(monkeypatch)
-    assert command("streaming_llm", "--fuzz", "100", "--json") == 1
+    assert command("streaming_llm", "--fuzz", "100", "--jobs", "1", "--json") == 1
     result = json.loads(capsys.readouterr().out)
     assert result["passed"] is False and "request" in result["error"]
     assert result["snippet"].startswith("from kvsieve.budget import Budget")
-    assert command("streaming_llm", "--fuzz", "100") == 1
+    assert command("streaming_llm", "--fuzz", "100", "--jobs", "1") == 1
     shown = capsys.readouterr().out
     assert shown.startswith("FAULT after ") and "replay it with:" in shown
 

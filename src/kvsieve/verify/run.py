@@ -91,6 +91,8 @@ def fuzz_in_parallel(
     progress: Callable[[int], None] = lambda count: None,
 ) -> FuzzResult:
     """:func:`fuzz` in worker processes; the same programmes as in one, and the first failing one of a worker."""
+    if jobs == 1:
+        return fuzz(programs, events, seed, flow, backend, lambda: progress(1))
     done = FuzzResult(0, 0, Numbers())
     starts = range(0, programs, FUZZ_CHUNK)
     with _workers(jobs) as pool:
