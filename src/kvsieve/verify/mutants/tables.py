@@ -202,7 +202,7 @@ def _(original: Any) -> Any:
 def _(original: Any) -> Any:
     def remember(self: Runtime) -> None:
         call = self._newest
-        for request in call.grown if call and self._complete else ():
+        for request in call.grown if call and call.attended else ():
             if request in self.tables:
                 entry = self.tables[request]
                 full = entry.length // self.page_size
