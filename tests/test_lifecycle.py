@@ -83,10 +83,24 @@ def test_pages_of_a_call_that_layers_have_not_attended_are_not_shared() -> None:
     assert pair.runtime.length(pair.runtime.admit(["a"])) == 0
 
 
+def test_a_first_call_that_ends_early_offers_no_prefix() -> None:
+    """Until a second call nobody knows how many layers there are: the first may have been left half way."""
+    pair = twin()
+    pair.abandon(pair.admit(family=1, family_pages=3), 3 * P)
+    second = pair.admit(family=1, family_pages=3)
+    assert pair.requests[second] == 0
+    pair.extend([second], [3 * P + 1])
+    pair.step([second])
+    third = pair.admit(family=1, family_pages=3)
+    assert pair.requests[third] == 3 * P
+    pair.extend([third], [1])
+
+
 def test_cached_prefixes_give_way_when_the_pool_runs_short() -> None:
     pair = twin(num_blocks=5)
     first = pair.admit(family=1, family_pages=4)
-    pair.extend([first], [4 * P])
+    pair.extend([first], [3 * P])
+    pair.extend([first], [P])
     pair.finish([first])
     assert len(pair.runtime.tables.prefixes) == 4
     second = pair.admit()

@@ -61,6 +61,7 @@ class Runtime:
         self.layers = Layers(self.flow, budget, self.page_size, dense_layers, self.backend)
         self.counted = ReadStats()
         self._newest: Call | None = None
+        self._layers_known = False  # from the second call on: a first one may end before it reached them all
         self._preempted: dict[RequestId, dict[int, dict[str, torch.Tensor]]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
@@ -246,13 +247,14 @@ class Runtime:
                 f"layers {missed} did not attend the previous call, so their K and V have a hole: let them attend, "
                 f"or finish its requests {call.grown}"
             )
+        self._layers_known |= bool(call.attended) and any(request in self.tables for request in call.grown)
         self._remember_prefixes()
         self._newest = None
 
     def _remember_prefixes(self) -> None:
         """Offer the pages that the newest call filled to later requests, once every layer has stored them."""
         call = self._newest
-        if call is None or not call.attended or not call.attended.issuperset(self.layers):
+        if call is None or not self._layers_known or not call.attended.issuperset(self.layers):
             return
         for request in call.grown:
             if request in self.tables:

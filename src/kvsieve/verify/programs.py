@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from kvsieve.backends import Backend
 from kvsieve.budget import Budget
@@ -214,21 +215,31 @@ def fault_of(program: Program, backend: str | Backend = "eager") -> Exception | 
 
 
 def shrink(program: Program, fails: Callable[[Program], Exception | None]) -> Program:
-    """A programme with as few events as still fail in the same way (delta debugging, Zeller 2002)."""
+    """A programme that fails in the same way and of which no event and no two events can go.
+
+    Delta debugging (Zeller 2002), then pairs: a request that is only admitted and finished goes with both or not at all.
+    """
     wanted = _signature(fails(program))
     chunk = max(1, len(program.events) // 2)
     while chunk:
         start, smaller = 0, False
         while start < len(program.events):
-            events = program.events[:start] + program.events[start + chunk :]
-            candidate = replace(program, events=events)
+            candidate = _without(program, range(start, start + chunk))
             if _signature(fails(candidate)) == wanted:
                 program, smaller = candidate, True
             else:
                 start += chunk
         if not smaller or chunk > len(program.events):
             chunk //= 2
+    for pair in combinations(range(len(program.events)), 2):
+        candidate = _without(program, pair)
+        if _signature(fails(candidate)) == wanted:
+            return shrink(candidate, fails)
     return program
+
+
+def _without(program: Program, places: Collection[int]) -> Program:
+    return replace(program, events=tuple(event for i, event in enumerate(program.events) if i not in places))
 
 
 def _signature(error: Exception | None) -> tuple[str, str] | None:
