@@ -113,7 +113,7 @@ class Call:
         options = AttentionOptions(scale, softcap, None if sinks is None else sinks.reshape(heads, state.group))
         plan = self._plan(k.device)
         writes, pool, backend = plan.writes, state.pool, self.host.backend
-        pool.write(writes.blocks, writes.offsets, k, v)
+        backend.write(pool, writes, k, v)
         pool.enter(writes.entered)
         if state.graphs is not None:
             backend.summarize(state.flow, pool, writes.filled)

@@ -6,7 +6,8 @@ Tensors are built from integers the host knows, so no backend ever waits for the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -53,6 +54,56 @@ class Window:
     topk: torch.Tensor
     max_topk: int
     total_pages: int
+    _flat: dict[tuple[int, int, int], SegmentWindow] = field(default_factory=dict, repr=False, compare=False)
+
+    def by_segment(self, heads: int, blocks: int, rows: int) -> SegmentWindow:
+        """The window for layers with so many KV heads and pools of so many blocks and state rows, made once."""
+        key = heads, blocks, rows
+        if key not in self._flat:
+            self._flat[key] = SegmentWindow(self, heads, blocks, rows)
+        return self._flat[key]
+
+
+class SegmentWindow:
+    """A window per segment, ``N = H * Bs`` head-major, as indices into storage ``[H * size, ...]``.
+
+    Every tensor is [N, W], W at least 2: a width of 1 would be compiled apart.
+    """
+
+    def __init__(self, window: Window, heads: int, num_blocks: int, num_rows: int) -> None:
+        self._window, self._heads, self._num_blocks, self._num_rows = window, heads, num_blocks, num_rows
+
+    @cached_property
+    def valid(self) -> torch.Tensor:
+        return self._repeated(self._window.valid)
+
+    @cached_property
+    def blocks(self) -> torch.Tensor:
+        return self._index(self._window.blocks, self._num_blocks)
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        return self._index(self._window.rows, self._num_rows)
+
+    @cached_property
+    def position(self) -> torch.Tensor:
+        return self._repeated(self._window.position)
+
+    @cached_property
+    def age(self) -> torch.Tensor:
+        return self._repeated(self._window.age)
+
+    def _index(self, places: torch.Tensor, size: int) -> torch.Tensor:
+        first = torch.arange(self._heads, device=places.device) * size
+        return (_two_wide(places) + first[:, None, None]).flatten(0, 1)
+
+    def _repeated(self, values: torch.Tensor) -> torch.Tensor:
+        return _two_wide(values).repeat(self._heads, 1)
+
+
+def _two_wide(values: torch.Tensor) -> torch.Tensor:
+    """[Bs, W] with a padded column if W is 1: index 0 is the null block or row, False is not valid."""
+    return values if values.shape[1] > 1 else torch.nn.functional.pad(values, (0, 1))
 
 
 @dataclass(frozen=True)

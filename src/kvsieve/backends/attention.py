@@ -4,9 +4,30 @@ from __future__ import annotations
 
 import torch
 
-from kvsieve.backends.base import AttentionOptions
+from kvsieve.backends.base import AttentionOptions, Selection
+from kvsieve.paging.pool import LayerPool
+from kvsieve.plan import Rows
 
 PREFILL_ROWS = 1024  # query rows at a time where a mask is needed: bounds it to rows x length
+
+
+def attend_selected(
+    q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over a selection, its tokens gathered: q [B, H, G, D] -> out [B, H, G, Dv], lse [B, H, G] float32."""
+    batch, heads, group, _ = q.shape
+    pages = torch.where(selection.listed(), selection.pages, 0)
+    blocks = torch.gather(rows.table[:, None].expand(-1, heads, -1), 2, pages)
+    mask = selection.tokens(pool.page_size, rows.lengths_tensor)
+    out, lse = attend_tokens(
+        q.transpose(0, 1).flatten(0, 1),
+        gather_selected(pool.k, blocks),
+        gather_selected(pool.v, blocks),
+        mask.transpose(0, 1).reshape(heads * batch, -1),
+        options,
+    )
+    shape = heads, batch, group
+    return out.reshape(*shape, -1).transpose(0, 1), lse.reshape(shape).transpose(0, 1)
 
 
 def attend_tokens(
@@ -25,6 +46,26 @@ def attend_tokens(
     probabilities = torch.exp(logits - lse[..., None])
     values = torch.where(mask[..., None], v.float(), 0.0)
     return torch.matmul(probabilities, values).to(q.dtype), lse
+
+
+def prefill_requests(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: LayerPool, rows: Rows, options: AttentionOptions
+) -> torch.Tensor:
+    """Dense causal attention, request by request: q [T, H, G, D], k [T, H, D], v [T, H, Dv] -> [T, H, G, Dv]."""
+    out = []
+    first = 0
+    for index, (start, count, length) in enumerate(zip(rows.starts, rows.counts, rows.lengths, strict=True)):
+        new = slice(first, first + count)
+        first += count
+        if not count:
+            continue
+        if start == 0:
+            keys, values = k[new].transpose(0, 1), v[new].transpose(0, 1)
+        else:
+            pages = rows.table[index : index + 1, : -(-length // pool.page_size)]
+            keys, values = (gather_pages(field, pages).flatten(1, 2)[:, :length] for field in (pool.k, pool.v))
+        out.append(prefill_request(q[new], keys, values, options))
+    return torch.cat(out)
 
 
 def prefill_request(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
@@ -67,6 +108,21 @@ def attend_masked(
         lse = torch.logaddexp(lse, options.sinks.float().reshape(-1, 1, 1))
     probabilities = torch.where(logits == float("-inf"), 0.0, torch.exp(logits - lse))
     return torch.matmul(probabilities, v.float()).to(q.dtype)
+
+
+def gather_pages(field: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows of a head-major field [H, rows, *shape] for all heads alike: index [B, W] -> [H * B, W, *shape]."""
+    batch, width = index.shape
+    return field.index_select(1, index.flatten()).reshape(field.shape[0] * batch, width, *field.shape[2:])
+
+
+def gather_selected(field: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Tokens of pages that differ by head: field [H, rows, p, D], blocks [B, H, K] -> [H * B, K * p, D]."""
+    heads, rows, page_size, width = field.shape
+    base = torch.arange(heads, device=blocks.device) * rows
+    index = blocks.transpose(0, 1) + base[:, None, None]
+    picked = field.reshape(heads * rows, page_size, width).index_select(0, index.flatten())
+    return picked.reshape(heads * blocks.shape[0], -1, width)
 
 
 def _grouped(out: torch.Tensor, heads: int) -> torch.Tensor:

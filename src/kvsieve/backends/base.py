@@ -10,7 +10,7 @@ import torch
 
 from kvsieve.graph import FlowGraphs
 from kvsieve.paging.pool import LayerPool
-from kvsieve.plan import Quota, Rows, Window
+from kvsieve.plan import Quota, Rows, Window, Writes
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,10 @@ class Backend(ABC):
     @abstractmethod
     def prepare(self, graphs: FlowGraphs, device: torch.device) -> Any:
         """The flow in the form that ``summarize`` and ``score`` run."""
+
+    def write(self, pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store the call's tokens: k [T, H, D], v [T, H, Dv]."""
+        pool.write(writes.blocks, writes.offsets, k, v)
 
     @abstractmethod
     def summarize(self, flow: Any, pool: LayerPool, blocks: torch.Tensor) -> None:
