@@ -30,7 +30,7 @@ struct Attention {
   double scale, softcap;            // softcap 0: none
 };
 
-constexpr int SHORT_CHUNK = 256, LONG_CHUNK = 1024, LONG_LIST = 16384, TILE = 64, HEADS_AT_ONCE = 4;
+constexpr int SHORT_CHUNK = 256, LONG_CHUNK = 1024, LONG_LIST = 16384, TILE = 32, HEADS_AT_ONCE = 4;
 
 struct Unit {
   int64_t batch, head, first, last;  // listed tokens [first, last) of a segment
@@ -45,58 +45,72 @@ inline int64_t listed_tokens(const Attention& a, int64_t b, int64_t h) {
   return (count - 1) * a.page_size + std::max<int64_t>(0, held);
 }
 
-// Calls visit(first token of the pool, count) for runs of listed tokens that are consecutive in memory.
-template <class Visit>
-inline void for_runs(const Attention& a, const Unit& unit, Visit visit) {
+// The places of listed tokens [first, last) of a segment: rows of K and V, counted from the pool's first.
+inline void find_rows(const Attention& a, const Unit& unit, int64_t* rows) {
   const int64_t p = a.page_size;
   const int64_t* pages = a.pages + unit.batch * a.pages_batch + unit.head * a.pages_head;
   const int64_t* table = a.table + unit.batch * a.table_batch;
   for (int64_t token = unit.first; token < unit.last;) {
-    const int64_t offset = token % p;
-    int64_t page = token / p, block = table[pages[page]];
-    const int64_t start = (unit.head * a.blocks + block) * p + offset;
-    int64_t count = std::min(p - offset, unit.last - token);
-    while (token + count < unit.last && table[pages[page + 1]] == block + 1) {
-      ++page, ++block;
-      count += std::min(p, unit.last - token - count);
-    }
-    visit(start, token - unit.first, count);
+    const int64_t offset = token % p, count = std::min(p - offset, unit.last - token);
+    const int64_t start = (unit.head * a.blocks + table[pages[token / p]]) * p + offset;
+    for (int64_t i = 0; i < count; ++i) *rows++ = start + i;
     token += count;
   }
 }
 
-// logits[g][0..tokens) = q[g] . k[token], q padded with zeros to whole vectors.
-template <class T, int G, int TOKENS>
-inline void dot_tokens(const float* q, int64_t padded, const T* k, int64_t width, float* logits, int64_t stride) {
-  Floats sums[TOKENS][G] = {};
-  const int64_t whole = width / LANES * LANES;
-  for (int64_t d = 0; d < whole; d += LANES) {
-    Floats heads[G];
-    for (int g = 0; g < G; ++g) heads[g] = load(q + g * padded + d);
-    for (int t = 0; t < TOKENS; ++t) {
-      const Floats key = load(k + t * width + d);
-      for (int g = 0; g < G; ++g) sums[t][g] += key * heads[g];
-    }
-  }
-  if (whole < width)
-    for (int t = 0; t < TOKENS; ++t) {
-      const Floats key = load_part(k + t * width + whole, (int)(width - whole));
-      for (int g = 0; g < G; ++g) sums[t][g] += key * load(q + g * padded + whole);
-    }
-  for (int t = 0; t < TOKENS; ++t)
-    for (int g = 0; g < G; ++g) logits[g * stride + t] = sum(sums[t][g]);
+// Pages lie anywhere, so the processor cannot guess the next one: rows are asked for this many bytes ahead.
+constexpr int64_t AHEAD_BYTES = 4096, LINE = 64;
+
+template <class T>
+inline int64_t rows_ahead(int64_t width) {
+  return std::max<int64_t>(4, AHEAD_BYTES / (int64_t)(width * sizeof(T)));
 }
 
-// sums[g][0..width) += weights[g][token] * v[token].
+template <class T>
+inline void prefetch(const T* row, int64_t width) {
+  const char* from = (const char*)row;
+  for (int64_t i = 0; i < (int64_t)(width * sizeof(T)); i += LINE) __builtin_prefetch(from + i, 0, 3);
+}
+
+// logits[g][0..TOKENS) = q[g] . k[rows[token]] for 1 or 4 tokens, q padded with zeros to whole vectors.
+template <class T, int G, int TOKENS>
+inline void dot_tokens(const float* q, int64_t padded, const T* k, const int64_t* rows, int64_t width, float* logits,
+                       int64_t stride) {
+  Floats sums[TOKENS][G];
+  const T* keys[TOKENS];
+#pragma GCC unroll 4
+  for (int t = 0; t < TOKENS; ++t)
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) sums[t][g] = Floats{};
+  for (int t = 0; t < TOKENS; ++t) keys[t] = k + rows[t] * width;
+  for (int64_t d = 0; d < width; d += LANES) {
+    const int64_t left = width - d;
+#pragma GCC unroll 4
+    for (int t = 0; t < TOKENS; ++t) {
+      const Floats key = left < LANES ? load_part(keys[t] + d, (int)left) : load(keys[t] + d);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g) sums[t][g] += key * load(q + g * padded + d);
+    }
+  }
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g)
+    if constexpr (TOKENS == 4)
+      sum_four(sums[0][g], sums[1][g], sums[2][g], sums[3][g], logits + g * stride);
+    else
+      logits[g * stride] = sum(sums[0][g]);
+}
+
+// sums[g][0..VECTORS * LANES) += weights[g][token] * v[rows[token]].
 template <class T, int G, int VECTORS>
-inline void add_columns(const float* weights, int64_t stride, const T* v, int64_t width, int64_t tokens, float* sums,
-                        int64_t padded) {
+inline void add_columns(const float* weights, int64_t stride, const T* v, const int64_t* rows, int64_t width,
+                        int64_t tokens, float* sums, int64_t padded) {
   Floats partial[G][VECTORS];
   for (int g = 0; g < G; ++g)
     for (int i = 0; i < VECTORS; ++i) partial[g][i] = load(sums + g * padded + i * LANES);
   for (int64_t t = 0; t < tokens; ++t) {
+    const T* from = v + rows[t] * width;
     Floats value[VECTORS];
-    for (int i = 0; i < VECTORS; ++i) value[i] = load(v + t * width + i * LANES);
+    for (int i = 0; i < VECTORS; ++i) value[i] = load(from + i * LANES);
     for (int g = 0; g < G; ++g) {
       const Floats weight = fill(weights[g * stride + t]);
       for (int i = 0; i < VECTORS; ++i) partial[g][i] += weight * value[i];
@@ -107,16 +121,16 @@ inline void add_columns(const float* weights, int64_t stride, const T* v, int64_
 }
 
 template <class T, int G>
-inline void add_values(const float* weights, int64_t stride, const T* v, int64_t width, int64_t tokens, float* sums,
-                       int64_t padded) {
+inline void add_values(const float* weights, int64_t stride, const T* v, const int64_t* rows, int64_t width,
+                       int64_t tokens, float* sums, int64_t padded) {
   int64_t d = 0;
   for (; d + 4 * LANES <= width; d += 4 * LANES)
-    add_columns<T, G, 4>(weights, stride, v + d, width, tokens, sums + d, padded);
+    add_columns<T, G, 4>(weights, stride, v + d, rows, width, tokens, sums + d, padded);
   for (; d + LANES <= width; d += LANES)
-    add_columns<T, G, 1>(weights, stride, v + d, width, tokens, sums + d, padded);
+    add_columns<T, G, 1>(weights, stride, v + d, rows, width, tokens, sums + d, padded);
   if (d == width) return;
   for (int64_t t = 0; t < tokens; ++t) {
-    const Floats value = load_part(v + t * width + d, (int)(width - d));
+    const Floats value = load_part(v + rows[t] * width + d, (int)(width - d));
     for (int g = 0; g < G; ++g) {
       float* to = sums + g * padded + d;
       store(to, load(to) + fill(weights[g * stride + t]) * value);
@@ -153,49 +167,58 @@ inline float exponentials(float* logits, int64_t tokens, const Attention& a, flo
   return sum(total);
 }
 
-// G query heads of one chunk: `maximum`, `total` [G], `sums` [G, padded_v].
+// G query heads of one chunk of `tokens` rows: `maximum`, `total` [G], `sums` [G, padded_v].
 template <class T, int G>
-void attend_heads(const Attention& a, const Unit& unit, const float* q, int64_t padded_k, float* logits, int64_t stride,
-                  float* maximum, float* total, float* sums, int64_t padded_v) {
-  for_runs(a, unit, [&](int64_t start, int64_t place, int64_t count) {
-    const T* k = (const T*)a.k + start * a.width_k;
-    int64_t t = 0;
-    for (; t + 4 <= count; t += 4)
-      dot_tokens<T, G, 4>(q, padded_k, k + t * a.width_k, a.width_k, logits + place + t, stride);
-    for (; t < count; ++t)
-      dot_tokens<T, G, 1>(q, padded_k, k + t * a.width_k, a.width_k, logits + place + t, stride);
-  });
-  for (int g = 0; g < G; ++g) total[g] = exponentials(logits + g * stride, unit.last - unit.first, a, maximum + g);
+void attend_heads(const Attention& a, const int64_t* rows, int64_t tokens, const float* q, int64_t padded_k,
+                  float* logits, int64_t stride, float* maximum, float* total, float* sums, int64_t padded_v) {
+  const T *k = (const T*)a.k, *v = (const T*)a.v;
+  const int64_t ahead = rows_ahead<T>(a.width_k), ahead_v = rows_ahead<T>(a.width_v);
+  int64_t t = 0;
+  for (; t + 4 <= tokens; t += 4) {
+    for (int64_t i = t + ahead; i < t + ahead + 4; ++i)
+      if (i < tokens)
+        prefetch(k + rows[i] * a.width_k, a.width_k);
+      else if (i - tokens < ahead_v)
+        prefetch(v + rows[std::min(i - tokens, tokens - 1)] * a.width_v, a.width_v);
+    dot_tokens<T, G, 4>(q, padded_k, k, rows + t, a.width_k, logits + t, stride);
+  }
+  for (; t < tokens; ++t) dot_tokens<T, G, 1>(q, padded_k, k, rows + t, a.width_k, logits + t, stride);
+  for (int g = 0; g < G; ++g) total[g] = exponentials(logits + g * stride, tokens, a, maximum + g);
   std::fill(sums, sums + G * padded_v, 0.0f);
-  for_runs(a, unit, [&](int64_t start, int64_t place, int64_t count) {
-    for (int64_t t = 0; t < count; t += TILE)
-      add_values<T, G>(logits + place + t, stride, (const T*)a.v + (start + t) * a.width_v, a.width_v,
-                       std::min<int64_t>(TILE, count - t), sums, padded_v);
-  });
+  for (t = 0; t < tokens; t += TILE) {
+    const int64_t count = std::min<int64_t>(TILE, tokens - t);
+    for (int64_t i = t + ahead_v; i < std::min(t + ahead_v + TILE, tokens); ++i)
+      prefetch(v + rows[i] * a.width_v, a.width_v);
+    add_values<T, G>(logits + t, stride, v, rows + t, a.width_v, count, sums, padded_v);
+  }
 }
 
 template <class T>
 void attend_unit(const Attention& a, const Unit& unit, std::vector<float>& scratch, float* partial) {
+  int64_t rows[LONG_CHUNK];
+  const int64_t tokens = unit.last - unit.first;
+  find_rows(a, unit, rows);
   const int64_t padded_k = (a.width_k + LANES - 1) / LANES * LANES;
   const int64_t padded_v = (a.width_v + LANES - 1) / LANES * LANES;
   const int64_t stride = LONG_CHUNK + LANES;
-  scratch.resize(HEADS_AT_ONCE * (padded_k + stride));
-  float *q = scratch.data(), *logits = q + HEADS_AT_ONCE * padded_k;
+  scratch.resize(HEADS_AT_ONCE * (padded_k + stride) + LANES);
+  float* const aligned = (float*)(((uintptr_t)scratch.data() + 63) & ~(uintptr_t)63);
+  float *q = aligned, *logits = q + HEADS_AT_ONCE * padded_k;
   float *maximum = partial, *total = maximum + a.group, *sums = total + a.group;
-  const T* rows = (const T*)a.q + unit.batch * a.q_batch + unit.head * a.q_head;
+  const T* queries = (const T*)a.q + unit.batch * a.q_batch + unit.head * a.q_head;
   for (int64_t g = 0; g < a.group; g += HEADS_AT_ONCE) {
     const int64_t heads = std::min<int64_t>(HEADS_AT_ONCE, a.group - g);
     for (int64_t i = 0; i < heads; ++i)
       for (int64_t d = 0; d < padded_k; d += LANES) {
         const int64_t left = a.width_k - d;
-        const T* from = rows + (g + i) * a.q_group + d;
+        const T* from = queries + (g + i) * a.q_group + d;
         store(q + i * padded_k + d, left < LANES ? load_part(from, (int)left) : load(from));
       }
     auto run = heads == 4   ? attend_heads<T, 4>
                : heads == 3 ? attend_heads<T, 3>
                : heads == 2 ? attend_heads<T, 2>
                             : attend_heads<T, 1>;
-    run(a, unit, q, padded_k, logits, stride, maximum + g, total + g, sums + g * padded_v, padded_v);
+    run(a, rows, tokens, q, padded_k, logits, stride, maximum + g, total + g, sums + g * padded_v, padded_v);
   }
 }
 

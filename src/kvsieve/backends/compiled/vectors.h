@@ -31,9 +31,13 @@ inline Floats load(const float* from) {
 }
 
 inline Floats load(const BFloat16* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+#else
   Halves bits;
   std::memcpy(&bits, from, sizeof bits);
   return (Floats)(__builtin_convertvector(bits, Words) << 16);
+#endif
 }
 
 inline Floats load(const Float16* from) {
@@ -95,6 +99,28 @@ inline float sum(Floats x) {
   std::memcpy(&b, (const char*)&low + 16, 16);
   a += b;
   return (a[0] + a[2]) + (a[1] + a[3]);
+}
+
+#if defined(__clang__)
+#define KVSIEVE_MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define KVSIEVE_MIX(a, b, ...) __builtin_shuffle(a, b, (Ints){__VA_ARGS__})
+#endif
+
+// The sums of four vectors, side by side: half the work of four sums.
+inline void sum_four(Floats x, Floats y, Floats z, Floats w, float* to) {
+  const auto pairs = [](Floats a, Floats b) -> Floats {
+    return KVSIEVE_MIX(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           KVSIEVE_MIX(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+  };
+  const Floats a = pairs(x, y), b = pairs(z, w);
+  const Floats four = KVSIEVE_MIX(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+                      KVSIEVE_MIX(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  typedef float Four __attribute__((vector_size(16)));
+  Four parts[4];
+  std::memcpy(parts, &four, sizeof parts);
+  const Four out = (parts[0] + parts[2]) + (parts[1] + parts[3]);
+  std::memcpy(to, &out, sizeof out);
 }
 
 // exp of x <= 0, within two units in the last place; 0 below the smallest normal number, NaN for NaN.
