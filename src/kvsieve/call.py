@@ -14,12 +14,12 @@ from kvsieve.errors import ConfigError
 from kvsieve.layers import Layer
 from kvsieve.paging.allocator import BlockId
 from kvsieve.paging.table import RequestId, RequestTables
-from kvsieve.plan import Plan
+from kvsieve.plan import Plan, Quota
 
 
 @dataclass
 class ReadStats:
-    """What decode steps read, over all layers, counted from the index lists.
+    """What decode steps read, over all layers, counted from the lengths of the index lists.
 
     ``steps``: decode calls. ``kv_bytes``: K and V of the selected tokens. ``field_bytes``: what ``score`` read and
     wrote. ``dense_bytes``: K and V that dense attention would have read.
@@ -129,19 +129,21 @@ class Call:
         quota = plan.quota(layer.budget or DENSE, scoring, bool(graphs and graphs.state_writes))
         scores = None
         if quota.window is not None:
-            scores = backend.score(layer.flow, q[quota.window.requests], pool, quota.window)
+            places = quota.window.requests
+            asked = q if len(places) == len(q) else q[places]
+            scores = backend.score(layer.flow, asked, pool, quota.window)
         selection = backend.select(scores, quota, pool.num_kv_heads)
         out, lse = backend.attend(q, pool, plan.rows, selection, options)
-        self._count(layer, plan, selection, quota.window.total_pages if quota.window else 0)
+        self._count(layer, plan, quota)
         return Attended(out.flatten(1, 2), lse, selection, scores)
 
-    def _count(self, layer: Layer, plan: Plan, selection: Selection, scored_pages: int) -> None:
+    def _count(self, layer: Layer, plan: Plan, quota: Quota) -> None:
         pool, counted = layer.pool, self.host.counted
-        layer.tokens_read += selection.token_count(pool.page_size, plan.rows.lengths_tensor)
-        token = (pool.k.shape[-1] + pool.v.shape[-1]) * pool.dtype.itemsize
-        counted.dense_bytes += sum(plan.rows.lengths) * pool.num_kv_heads * token
-        if layer.graphs is not None:
-            counted.field_bytes += scored_pages * pool.num_kv_heads * layer.graphs.score_bytes_per_page(pool.dtype)
+        token = (pool.k.shape[-1] + pool.v.shape[-1]) * pool.dtype.itemsize * pool.num_kv_heads
+        counted.kv_bytes += quota.tokens * token
+        counted.dense_bytes += sum(plan.rows.lengths) * token
+        if quota.window is not None:
+            counted.field_bytes += quota.window.total_pages * pool.num_kv_heads * layer.score_bytes
 
     def _plan(self, device: torch.device) -> Plan:
         if device not in self._plans:

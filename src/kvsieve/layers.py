@@ -20,7 +20,7 @@ from kvsieve.paging.pool import LayerPool
 class Layer:
     """A layer's memory and what runs on it; ``graphs``, ``flow`` and ``budget`` are None for a dense layer.
 
-    ``tokens_read``: K/V tokens that decode steps have read, int64 on the layer's device.
+    ``score_bytes``: what ``score`` reads and writes per window page and KV head.
     """
 
     pool: LayerPool
@@ -29,7 +29,7 @@ class Layer:
     flow: Any
     budget: Budget | None
     scale: float
-    tokens_read: torch.Tensor
+    score_bytes: int
 
     def signature(self) -> tuple[Any, ...]:
         """(KV heads, K width, V width, group, dtype, scale): what every call must agree with."""
@@ -102,7 +102,8 @@ class Layers:
             graphs.summary_fields if graphs else {},
             graphs.state_fields if graphs else {},
         )
-        return Layer(pool, group, graphs, flow, budget, scale, torch.zeros((), dtype=torch.int64, device=k.device))
+        score_bytes = graphs.score_bytes_per_page(k.dtype) if graphs else 0
+        return Layer(pool, group, graphs, flow, budget, scale, score_bytes)
 
     def _prepare(
         self, index: int, head_dim: int, v_head_dim: int, group: int, scale: float, device: torch.device

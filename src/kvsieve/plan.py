@@ -54,7 +54,7 @@ class Window:
     topk: torch.Tensor
     max_topk: int
     total_pages: int
-    _flat: dict[tuple[int, int, int], SegmentWindow] = field(default_factory=dict, repr=False, compare=False)
+    _flat: dict[tuple[int, int, int], SegmentWindow] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def by_segment(self, heads: int, blocks: int, rows: int) -> SegmentWindow:
         """The window for layers with so many KV heads and pools of so many blocks and state rows, made once."""
@@ -110,8 +110,9 @@ def _two_wide(values: torch.Tensor) -> torch.Tensor:
 class Quota:
     """How many pages each request of a step attends under one budget.
 
-    ``pages`` [B] (S), ``count`` [B] (pages attended), ``width`` the largest count. ``window`` is None when no request
-    is scored; ``sparse`` says whether any request leaves pages out.
+    ``pages`` [B] (S), ``count`` [B] (pages attended), ``width`` the largest count, ``tokens`` those in the attended
+    pages of all requests. ``window`` is None when no request is scored; ``sparse`` says whether any request leaves
+    pages out.
     """
 
     sink: int
@@ -121,6 +122,7 @@ class Quota:
     width: int
     sparse: bool
     window: Window | None
+    tokens: int = 0
 
 
 class Plan:
@@ -139,6 +141,8 @@ class Plan:
         lengths = tuple(entry.length for entry in entries)
         starts = tuple(length - count for length, count in zip(lengths, counts, strict=True))
         slots = torch.tensor([entry.slot for entry in entries])
+        self._last_blocks = [entry.blocks[-1] if entry.blocks else NULL_BLOCK for entry in entries]
+        self._stateful = tables.stateful
         width = max(tables.pages(length) for length in lengths)
         self._block_table = tables.blocks[slots, :width]
         self._row_table = tables.rows[slots, :width]
@@ -155,6 +159,10 @@ class Plan:
 
     def _writes(self, entered: Sequence[BlockId]) -> Writes:
         p = self.page_size
+        if all(count == 1 for count in self.rows.counts):  # a step: few integers, and no tensor op is as fast
+            places = [start % p for start in self.rows.starts]
+            full = [block for block, place in zip(self._last_blocks, places, strict=True) if place == p - 1]
+            return Writes(*(self._send(x) for x in (self._last_blocks, places, full, entered)))
         counts = torch.tensor(self.rows.counts)
         request = torch.repeat_interleave(torch.arange(len(counts)), counts)
         first = torch.cumsum(counts, 0) - counts
@@ -179,6 +187,8 @@ class Plan:
             max(counts),
             counts != pages,
             window,
+            # The last page, the only one that may be partial, is always attended.
+            sum(self.rows.lengths) - self.page_size * (sum(pages) - sum(counts)),
         )
 
     def _window(self, budget: Budget, scored: list[int], widths: list[int], topk: list[int]) -> Window:
@@ -187,7 +197,9 @@ class Plan:
         valid = torch.arange(width) < torch.tensor(widths)[:, None]
         columns = slice(budget.sink, budget.sink + width)
         blocks = torch.where(valid, self._block_table[requests, columns], int(NULL_BLOCK))
-        rows = torch.where(valid, self._row_table[requests, columns], int(NULL_BLOCK))
+        rows = blocks  # without state nobody reads them
+        if self._stateful:
+            rows = torch.where(valid, self._row_table[requests, columns], int(NULL_BLOCK))
         position = ((budget.sink + torch.arange(width)) * p).expand(len(scored), width)
         age = torch.tensor([self.rows.lengths[i] for i in scored])[:, None] - p - position
         return Window(
@@ -205,6 +217,8 @@ class Plan:
     def _send(self, values: torch.Tensor | Sequence[int]) -> torch.Tensor:
         """Host values on the plan's device; a CUDA copy is queued, never waited for."""
         tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.int64)
+        if self.device.type == "cpu":
+            return tensor
         if self.device.type != "cuda":
             return tensor.to(self.device)
         return tensor.contiguous().pin_memory().to(self.device, non_blocking=True)

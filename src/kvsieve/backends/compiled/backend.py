@@ -18,6 +18,9 @@ from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Quota, Rows, Window, Writes
 
 
+SEGMENT_FIELDS = ("valid", "blocks", "rows", "position", "age")
+
+
 @dataclass(frozen=True)
 class CompiledFlow:
     """A flow's programs, each with its gather and its stores."""
@@ -62,7 +65,7 @@ class CompiledBackend(Backend):
         heads = torch.arange(pool.num_kv_heads, device=blocks.device) * pool.k.shape[1]
         index = (heads[:, None] + blocks).flatten()
         valid = torch.ones(len(index), 1, dtype=torch.bool, device=blocks.device)
-        flow.summarize({"valid": valid, "blocks": index, **_storage(pool)})
+        flow.summarize(lambda name: valid if name == "valid" else index if name == "blocks" else storage(pool, name))
 
     def score(self, flow: CompiledFlow, q: torch.Tensor, pool: LayerPool, window: Window) -> torch.Tensor:
         assert flow.score is not None
@@ -70,10 +73,14 @@ class CompiledBackend(Backend):
         flat = window.by_segment(heads, pool.k.shape[1], pool.rows)
         queries = q.transpose(0, 1).reshape(heads * batch, *q.shape[2:]).contiguous()
         queries = queries.clone() if queries.is_inference() else queries  # guarded on, and compiled apart
-        inputs = {"valid": flat.valid, "blocks": flat.blocks, "rows": flat.rows, "q": queries}
-        inputs |= {"position": flat.position, "age": flat.age, **_storage(pool)}
-        (scores,) = flow.score(inputs)
-        return scores[:, : window.valid.shape[1]].unflatten(0, (heads, batch)).transpose(0, 1)
+
+        def find(name: str) -> torch.Tensor:
+            if name == "q":
+                return queries
+            return getattr(flat, name) if name in SEGMENT_FIELDS else storage(pool, name)
+
+        (scores,) = flow.score(find)
+        return scores.view(heads, batch, -1)[..., : window.valid.shape[1]].transpose(0, 1)
 
     def select(self, scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
         if quota.count.device.type != "cpu" or not quota.sparse:
@@ -96,7 +103,8 @@ def _is_native(pool: LayerPool) -> bool:
     return pool.device.type == "cpu" and pool.dtype in native.TYPES
 
 
-def _storage(pool: LayerPool) -> dict[str, torch.Tensor]:
-    """All fields, heads and rows in one axis."""
-    fields = {"k": pool.k, "v": pool.v, **pool.summaries, **pool.state}
-    return {name: x.flatten(0, 1) for name, x in fields.items()}
+def storage(pool: LayerPool, name: str) -> torch.Tensor:
+    """A field of the pool with heads and rows in one axis."""
+    if name in ("k", "v"):
+        return (pool.k if name == "k" else pool.v).flatten(0, 1)
+    return (pool.summaries if name in pool.summaries else pool.state)[name].flatten(0, 1)

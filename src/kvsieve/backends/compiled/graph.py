@@ -26,8 +26,9 @@ class CompiledProgram:
     varying: Mapping[str, int]
     _seen: set[tuple[bool, ...]] = field(default_factory=set)
 
-    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        arguments = [tensors[name] for name in self.inputs]
+    def __call__(self, find: Callable[[str], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run on the tensors that ``find`` gives for the names of :attr:`inputs`."""
+        arguments = [find(name) for name in self.inputs]
         self._mark(arguments)
         return self.function(*arguments)
 
