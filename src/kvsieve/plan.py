@@ -54,7 +54,9 @@ class Window:
     topk: torch.Tensor
     max_topk: int
     total_pages: int
-    _flat: dict[tuple[int, int, int], SegmentWindow] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _flat: dict[tuple[int, int, int], SegmentWindow] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def by_segment(self, heads: int, blocks: int, rows: int) -> SegmentWindow:
         """The window for layers with so many KV heads and pools of so many blocks and state rows, made once."""

@@ -12,6 +12,9 @@ from kvsieve.graph import FlowGraphs
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Quota, Rows, Window, Writes
 
+PHASES = ("write", "summarize", "score", "select", "attend")
+"""What a step does to a layer, in order."""
+
 
 @dataclass(frozen=True)
 class AttentionOptions:
@@ -49,6 +52,10 @@ class Backend(ABC):
     """Runs a flow's graphs and the attention over a selection on a paged pool. Batched over (request, KV head)."""
 
     name: str
+
+    def kernels(self, pool: LayerPool) -> dict[str, str]:
+        """What runs each phase on a layer's pool, for reports."""
+        return dict.fromkeys(PHASES, "PyTorch ops")
 
     @abstractmethod
     def refusal(self, graphs: FlowGraphs) -> str | None:

@@ -17,7 +17,6 @@ from kvsieve.lower import lower
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Quota, Rows, Window, Writes
 
-
 SEGMENT_FIELDS = ("valid", "blocks", "rows", "position", "age")
 
 
@@ -36,6 +35,12 @@ class CompiledBackend(Backend):
     """
 
     name = "compiled"
+
+    def kernels(self, pool: LayerPool) -> dict[str, str]:
+        names = {**super().kernels(pool), **dict.fromkeys(("summarize", "score"), "torch.compile (inductor)")}
+        if _is_native(pool):
+            names |= {phase: f"C++ kvsieve_{phase}" for phase in ("write", "select", "attend")}
+        return names
 
     def refusal(self, graphs: FlowGraphs) -> str | None:
         return None

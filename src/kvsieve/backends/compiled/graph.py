@@ -34,7 +34,9 @@ class CompiledProgram:
 
     def _mark(self, arguments: Sequence[torch.Tensor]) -> None:
         """Before a compilation, say which sizes vary. Sizes of 1 are compiled apart, and there are few of them."""
-        sizes = [(x, axis) for name, x in zip(self.inputs, arguments, strict=True) for axis in range(self.varying[name])]
+        sizes = [
+            (x, axis) for name, x in zip(self.inputs, arguments, strict=True) for axis in range(self.varying[name])
+        ]
         ones = tuple(x.shape[axis] == 1 for x, axis in sizes)
         if ones in self._seen:
             return
@@ -75,7 +77,8 @@ def compile_program(
         values[name] = graph.call_function(_widen, (source,))
     places = [node for node in program.module.graph.nodes if node.op == "placeholder"]
     results = graph.graph_copy(
-        program.module.graph, {node: values[name] for node, name in zip(places, ("valid", *program.inputs), strict=True)}
+        program.module.graph,
+        {node: values[name] for node, name in zip(places, ("valid", *program.inputs), strict=True)},
     )
     returned = []
     for name, value in zip(program.outputs, results, strict=True):  # type: ignore[arg-type]

@@ -77,9 +77,11 @@ def select(scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
         used = used.contiguous()
     call = _Choice(
         *(batch, heads, quota.sink, quota.recent, quota.width, quota.pages.data_ptr(), quota.count.data_ptr()),
-        *((None, 0, 0, 0, None) if used is None or window is None else (
-            used.data_ptr(), used.stride(0), used.stride(1), used.shape[0], window.requests.data_ptr()
-        )),
+        *(
+            (None, 0, 0, 0, None)
+            if used is None or window is None
+            else (used.data_ptr(), used.stride(0), used.stride(1), used.shape[0], window.requests.data_ptr())
+        ),
         pages.data_ptr(),
     )
     library().kvsieve_select(ctypes.byref(call))

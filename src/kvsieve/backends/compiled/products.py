@@ -62,5 +62,3 @@ def _spread(x: torch.Tensor, letters: str, order: str) -> torch.Tensor:
 def _is_thin(*sizes: int) -> bool:
     """Whether one of the sizes is known to the compiler and small."""
     return any(isinstance(size, int) and size <= THIN for size in sizes)
-
-

@@ -85,7 +85,9 @@ inline void select(const Choice& c) {
   std::vector<const float*> rows(c.batch, nullptr);
   for (int64_t i = 0; i < c.scored; ++i) rows[c.requests[i]] = c.scores + i * c.scores_batch;
   const int64_t segments = c.batch * c.heads;
-#pragma omp parallel for schedule(dynamic, 1) if (c.scored > 0 && segments > 1)
+  int64_t ranked = 0;  // scores to look at: few are sooner done than shared out
+  for (int64_t i = 0; i < c.scored; ++i) ranked += c.heads * c.pages[c.requests[i]];
+#pragma omp parallel for schedule(dynamic, 1) if (segments > 1 && ranked > 1 << 13)
   for (int64_t s = 0; s < segments; ++s) {
     const int64_t b = s / c.heads, h = s % c.heads;
     select_segment(c, b, h, rows[b] ? rows[b] + h * c.scores_head : nullptr);
