@@ -61,14 +61,16 @@ class Stack:
         return q, k, v
 
     def rewind(self) -> None:
-        """Back to ``context - 1`` tokens, so that every step is the same one."""
+        """Keep the number of pages: steps run through the lengths of the last page, of which one in p fills it."""
+        p = self.runtime.page_size
         if self.runtime.tables.stateful:  # a step cannot be undone there: each is made by a copy of the requests
             if self.origin:
                 self.runtime.finish(self.requests)
             self.origin = self.origin or self.requests
             self.requests = [self.runtime.fork(request) for request in self.origin]
-        else:
-            self.runtime.crop(self.requests, [self.context - 1] * len(self.requests))
+        elif self.runtime.length(self.requests[0]) % p == 0:
+            pages = -(-self.context // p)
+            self.runtime.crop(self.requests, [(pages - 1) * p] * len(self.requests))
 
     def step(self) -> list[Attended]:
         """A decode step through all layers."""
