@@ -215,31 +215,56 @@ def fault_of(program: Program, backend: str | Backend = "eager") -> Exception | 
 
 
 def shrink(program: Program, fails: Callable[[Program], Exception | None]) -> Program:
-    """A programme that fails in the same way and of which no event and no two events can go.
+    """A programme that fails in the same way, of which no event and no two events can go, with small numbers.
 
-    Delta debugging (Zeller 2002), then pairs: a request that is only admitted and finished goes with both or not at all.
+    Delta debugging (Zeller 2002). A number picks among what is alive, so an event may be needed only because another
+    one picks a late place: smaller numbers let more events go.
     """
     wanted = _signature(fails(program))
+
+    def same(candidate: Program) -> bool:
+        return _signature(fails(candidate)) == wanted
+
+    count = len(program.events) + 1
+    while len(program.events) < count:
+        count = len(program.events)
+        program = _with_small_numbers(_with_fewer_events(program, same), same)
+    return program
+
+
+def _with_fewer_events(program: Program, same: Callable[[Program], bool]) -> Program:
     chunk = max(1, len(program.events) // 2)
     while chunk:
         start, smaller = 0, False
         while start < len(program.events):
             candidate = _without(program, range(start, start + chunk))
-            if _signature(fails(candidate)) == wanted:
+            if same(candidate):
                 program, smaller = candidate, True
             else:
                 start += chunk
         if not smaller or chunk > len(program.events):
             chunk //= 2
     for pair in combinations(range(len(program.events)), 2):
-        candidate = _without(program, pair)
-        if _signature(fails(candidate)) == wanted:
-            return shrink(candidate, fails)
+        if same(_without(program, pair)):
+            return _with_fewer_events(_without(program, pair), same)
     return program
 
 
 def _without(program: Program, places: Collection[int]) -> Program:
     return replace(program, events=tuple(event for i, event in enumerate(program.events) if i not in places))
+
+
+def _with_small_numbers(program: Program, same: Callable[[Program], bool]) -> Program:
+    for place, event in enumerate(program.events):
+        for part in range(1, len(event)):
+            for number in range(4):
+                current = program.events[place]
+                smaller = (*current[:part], number, *current[part + 1 :])
+                events = (*program.events[:place], smaller, *program.events[place + 1 :])
+                if smaller != current and same(replace(program, events=events)):
+                    program = replace(program, events=events)
+                    break
+    return program
 
 
 def _signature(error: Exception | None) -> tuple[str, str] | None:
