@@ -227,6 +227,13 @@ def test_a_programme_is_the_same_in_every_run() -> None:
     assert first == second
 
 
+def test_a_programme_runs_where_it_says() -> None:
+    program = random_program(3, dtype="bf16")
+    assert program.dtype == "bf16" and run_program(program) != run_program(random_program(3))
+    with pytest.raises((AssertionError, RuntimeError)):
+        run_program(random_program(3, device="nowhere"))
+
+
 def test_forty_programmes() -> None:
     result = fuzz(40)
     assert result.failing is None, result.failing.snippet()

@@ -9,6 +9,7 @@ from itertools import combinations
 
 from kvsieve.backends import Backend
 from kvsieve.budget import Budget
+from kvsieve.dtypes import DTYPES
 from kvsieve.errors import NotCroppable, OutOfPages
 from kvsieve.flow import Flow, list_flows, load_flow
 from kvsieve.runtime import CROP_ROWS, RequestId
@@ -38,6 +39,8 @@ class Program:
     num_blocks: int
     dense_layers: tuple[int, ...]
     events: tuple[Event, ...]
+    dtype: str = "fp32"
+    device: str = "cpu"
 
     def snippet(self) -> str:
         """Python that replays the programme."""
@@ -49,7 +52,15 @@ class Program:
         )
 
 
-def random_program(seed: int, flow: str | None = None, events: int = 50, built: Flow | None = None) -> Program:
+def random_program(
+    seed: int,
+    flow: str | None = None,
+    events: int = 50,
+    built: Flow | None = None,
+    *,
+    dtype: str = "fp32",
+    device: str = "cpu",
+) -> Program:
     """A programme drawn from a seed; a pool so small that blocks are recycled all the time.
 
     ``built`` is the flow that ``flow`` names, where its arguments are not the default ones.
@@ -64,7 +75,8 @@ def random_program(seed: int, flow: str | None = None, events: int = 50, built: 
     blocks = draw.choice((8, 14, 24, 40)) * (3 if page_size == 1 else 1)
     dense = (1,) if len(shapes) == 2 and draw.random() < 0.3 else ()
     kind = draw.choice(("iid", "iid", "planted", "ties", "extreme"))
-    return Program(name, page_size, shapes, budget, kind, seed, blocks, dense, tuple(_random_events(draw, events)))
+    chosen = tuple(_random_events(draw, events))
+    return Program(name, page_size, shapes, budget, kind, seed, blocks, dense, chosen, dtype, device)
 
 
 def _random_shape(draw: random.Random) -> LayerShape:
@@ -87,7 +99,12 @@ def run_program(program: Program, backend: str | Backend = "eager", built: Flow 
         Fault: the runtime is wrong beyond rounding.
     """
     options = TwinOptions(
-        program.page_size, program.shapes, num_blocks=program.num_blocks, dense_layers=program.dense_layers
+        program.page_size,
+        program.shapes,
+        dtype=DTYPES[program.dtype],
+        device=program.device,
+        num_blocks=program.num_blocks,
+        dense_layers=program.dense_layers,
     )
     with poisoned_pools():
         flow = built or load_flow(program.flow)
@@ -291,11 +308,14 @@ def fuzz(
     flow: str | None = None,
     backend: str | Backend = "eager",
     progress: Callable[[], None] = lambda: None,
+    *,
+    dtype: str = "fp32",
+    device: str = "cpu",
 ) -> FuzzResult:
     """Run random programmes; stop at the first fault and shrink it."""
     numbers, done = Numbers(), 0
     for index in range(programs):
-        program = random_program(seed + index, flow, events)
+        program = random_program(seed + index, flow, events, dtype=dtype, device=device)
         try:
             numbers.merge(run_program(program, backend))
         except Exception as error:
