@@ -334,7 +334,10 @@ def score_error(
         relative = math.expm1(2 * scale * float(logits.max())) + (len(scores) + 8) * U32
         decay = getattr(flow, "decay", 0.0)
         return relative * scores + decay * torch.tensor(carried, dtype=F64)
-    return (RELATIVE + stored) * scores.abs().max().expand(len(scores)) + torch.tensor(carried, dtype=F64)
+    largest = (
+        scores.abs().max().clamp(min=1.0 if flow.mass else 0.0)
+    )  # mass is made of probabilities, good to 1e-5 of 1
+    return (RELATIVE + stored) * largest.expand(len(scores)) + torch.tensor(carried, dtype=F64)
 
 
 def low_precision_bound(

@@ -13,14 +13,17 @@ from kvsieve.budget import Budget, BudgetLike, budget_for_layer
 from kvsieve.errors import ConfigError
 from kvsieve.flow import Flow, extra_parameters
 from kvsieve.graph import FlowGraphs, Geometry, trace_flow
+from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
+from kvsieve.paging.queries import KeptQueries
 
 
 @dataclass
 class Layer:
     """A layer's memory and what runs on it; ``graphs``, ``flow`` and ``budget`` are None for a dense layer.
 
-    ``tokens_read``: K/V tokens that decode steps have read, int64 on the layer's device.
+    ``tokens_read``: K/V tokens that decode steps have read, int64 on the layer's device. ``queries``: those that do not
+    count in the attention mass yet.
     """
 
     pool: LayerPool
@@ -30,6 +33,12 @@ class Layer:
     budget: Budget | None
     scale: float
     tokens_read: torch.Tensor
+    queries: KeptQueries
+
+    @property
+    def mass(self) -> AttentionMass | None:
+        """The attention mass that is kept here, if any."""
+        return self.graphs.flow.mass if self.graphs else None
 
     def signature(self) -> tuple[Any, ...]:
         """(KV heads, K width, V width, group, dtype, scale): what every call must agree with."""
@@ -102,7 +111,8 @@ class Layers:
             graphs.summary_fields if graphs else {},
             graphs.state_fields if graphs else {},
         )
-        return Layer(pool, group, graphs, flow, budget, scale, torch.zeros((), dtype=torch.int64, device=k.device))
+        tokens_read = torch.zeros((), dtype=torch.int64, device=k.device)
+        return Layer(pool, group, graphs, flow, budget, scale, tokens_read, KeptQueries())
 
     def _prepare(
         self, index: int, head_dim: int, v_head_dim: int, group: int, scale: float, device: torch.device

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from kvsieve.backends.attention import attend_tokens, prefill_request
+from kvsieve.backends.attention import attend_tokens, column_sums, prefill_request
 from kvsieve.backends.base import AttentionOptions, Backend, Selection
 from kvsieve.backends.select import compose, top_pages
 from kvsieve.graph import FlowGraphs
 from kvsieve.lower import Program, lower
+from kvsieve.mass import FIELDS as MASS_FIELDS
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Quota, Rows, Window
 
@@ -61,6 +62,9 @@ class EagerBackend(Backend):
         for name in flow.score.inputs:
             if name in sources:
                 inputs[name] = gather_pages(*sources[name])
+                if name in MASS_FIELDS:
+                    scale = window.mass_scale.repeat(heads, 1)
+                    inputs[name] = inputs[name] * (scale[..., None] if name == "mass" else scale)
             elif name != "q":
                 inputs[name] = getattr(window, name).repeat(heads, 1)
         results = _run(flow.score, window.valid.repeat(heads, 1), inputs)
@@ -79,12 +83,12 @@ class EagerBackend(Backend):
 
     def attend(
         self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         batch, heads, group, _ = q.shape
         pages = torch.where(selection.listed(), selection.pages, 0)
         blocks = torch.gather(rows.table[:, None].expand(-1, heads, -1), 2, pages)
         mask = selection.tokens(pool.page_size, rows.lengths_tensor)
-        out, lse = attend_tokens(
+        out, lse, mass = attend_tokens(
             q.transpose(0, 1).flatten(0, 1),
             gather_selected(pool.k, blocks),
             gather_selected(pool.v, blocks),
@@ -92,7 +96,14 @@ class EagerBackend(Backend):
             options,
         )
         shape = heads, batch, group
-        return out.reshape(*shape, -1).transpose(0, 1), lse.reshape(shape).transpose(0, 1)
+        if mass is not None:
+            mass = mass.reshape(heads, batch, -1, pool.page_size).transpose(0, 1)
+        return out.reshape(*shape, -1).transpose(0, 1), lse.reshape(shape).transpose(0, 1), mass
+
+    def prompt_mass(
+        self, q: torch.Tensor, pool: LayerPool, blocks: torch.Tensor, first: int, options: AttentionOptions
+    ) -> torch.Tensor:
+        return column_sums(q, gather_pages(pool.k, blocks[None]).flatten(1, 2)[:, : first + len(q)], options)
 
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: LayerPool, rows: Rows, options: AttentionOptions
