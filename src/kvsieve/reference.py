@@ -126,7 +126,7 @@ class ReferenceSegment:
         """``m <- decay * m + p``: the attention that a query [G, D] gives to tokens (H2O, Algorithm 1)."""
         assert self.flow.mass is not None
         logits, lse = self._logits(q, tokens)
-        received = self.flow.mass.reduce(torch.exp(logits - lse[:, None]), 0)
+        received = reduce_group(torch.exp(logits - lse[:, None]), self.flow.mass.group, 0)
         self.mass = [self.flow.mass.factor * m for m in self.mass]
         for token, p in zip(tokens, received.tolist(), strict=True):
             self.mass[token] += p
@@ -178,6 +178,11 @@ class ReferenceSegment:
         if self.sinks is not None:
             lse = torch.logaddexp(lse, self.sinks)
         return logits, lse
+
+
+def reduce_group(probabilities: torch.Tensor, how: str, dim: int) -> torch.Tensor:
+    """Probabilities of a group's query heads as one number a token: their sum, mean or maximum over ``dim``."""
+    return {"sum": probabilities.sum(dim), "mean": probabilities.mean(dim), "max": probabilities.amax(dim)}[how]
 
 
 def select(scores: torch.Tensor | None, pages: int, budget: Budget) -> list[int]:

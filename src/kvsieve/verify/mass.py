@@ -8,7 +8,7 @@ import torch
 
 from kvsieve.mass import AttentionMass
 from kvsieve.paging.table import CROP_ROWS
-from kvsieve.reference import ReferenceSegment
+from kvsieve.reference import ReferenceSegment, reduce_group
 from kvsieve.verify.checks import Numbers, compare
 from kvsieve.verify.rounding import F64, SIGMAS, NoisyArithmetic, growth, spread
 
@@ -136,7 +136,7 @@ class MassTwin:
             if reference.sinks is not None:
                 lse = torch.logaddexp(lse, reference.sinks)
             lse = arithmetic.shifted(arithmetic(lse))
-            received = self.mass.reduce(arithmetic(torch.exp(logits - lse[..., None]), 2.0), -2)
+            received = reduce_group(arithmetic(torch.exp(logits - lse[..., None]), 2.0), self.mass.group, -2)
             return {"mass": arithmetic(weights @ arithmetic(received, growth(len(q))))}
 
         exact, bound = spread(attend, U, self.sharp and mask.numel() * q.shape[1] <= SHARP)

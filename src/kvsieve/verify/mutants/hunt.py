@@ -15,7 +15,7 @@ import torch
 from kvsieve.flow import Flow, build_flow
 from kvsieve.verify.checks import Fault
 from kvsieve.verify.mutants import MUTANTS
-from kvsieve.verify.mutants.base import LIFE_CYCLE, TRANSFORMERS, Mutant
+from kvsieve.verify.mutants.base import LIFE_CYCLE, MASS, TRANSFORMERS, Mutant
 from kvsieve.verify.mutants.flow import EveryRule
 from kvsieve.verify.mutants.observe import finite_memory, traced_once, watched
 from kvsieve.verify.programs import random_program, run_program
@@ -24,6 +24,9 @@ from kvsieve.verify.suite import CHECKS, Check
 
 FLOWS = ("gqa_quest_sparse_attention", "gqa_block_sparse_attention", "h2o_token_sparse_attention", "every_rule")
 """What mutants run under: an envelope, a softmax over the window, state by token, every rule of the lowering."""
+
+MASS_FLOWS = ("h2o", "snapkv", "tova")
+"""What mutants of the attention mass run under: decayed, a window of queries, one query."""
 
 CHEAPEST_FIRST = (
     "order",
@@ -101,16 +104,17 @@ def stages(mutant: Mutant) -> Iterator[Stage]:
     if mutant.part == TRANSFORMERS:
         yield from _transformers()
         return
+    flows = MASS_FLOWS if mutant.part == MASS else FLOWS
     ordered = sorted(CHECKS, key=lambda check: CHEAPEST_FIRST.index(check.name))
     if mutant.part == LIFE_CYCLE:
-        yield from _checks([check for check in ordered if check.name in DIRECTED])
+        yield from _checks([check for check in ordered if check.name in DIRECTED], flows)
         yield from _programmes()
-    yield from _checks(ordered)
+    yield from _checks(ordered, flows)
 
 
-def _checks(checks: Sequence[Check]) -> Iterator[Stage]:
+def _checks(checks: Sequence[Check], flows: Sequence[str]) -> Iterator[Stage]:
     for check in checks:
-        for name in NARROW.get(check.name, FLOWS):
+        for name in [flow for flow in flows if flow in NARROW.get(check.name, flows)]:
             subject = Subject(_flow(name))
             yield Stage(f"{check.name} / {name}", lambda check=check, subject=subject: check.run(subject))  # type: ignore[misc]
 
