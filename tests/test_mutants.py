@@ -68,13 +68,13 @@ def _attend_tokens(change: Any) -> Mutant:
     return Mutant("made up", None, eager, "attend_tokens", factory)
 
 
-def _refused(out: torch.Tensor, lse: torch.Tensor) -> Any:
+def _refused(*results: Any) -> Any:
     raise IndexError("out of range")
 
 
 def test_what_is_right_survives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hunting, "stages", few)
-    found = hunt(_attend_tokens(lambda out, lse: (out, lse)))
+    found = hunt(_attend_tokens(lambda *results: results))
     assert not found.killed and found.counted
 
 
@@ -86,7 +86,7 @@ def test_an_exception_of_the_program_itself_is_not_counted(monkeypatch: pytest.M
 
 def test_an_output_that_is_not_finite_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hunting, "stages", few)
-    found = hunt(_attend_tokens(lambda out, lse: (out * float("nan"), lse)))
+    found = hunt(_attend_tokens(lambda out, lse, mass: (out * float("nan"), lse, mass)))
     assert found.killed and not found.finite and not found.counted
 
 
