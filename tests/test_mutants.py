@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from kvsieve.backends import eager
 from kvsieve.cli.app import run
