@@ -196,11 +196,13 @@ class Twin:
             first += count
             for head in range(shape.heads if count else 0):
                 segment = self.segments[layer, request, head]
+                queries = q[rows].unflatten(1, (shape.heads, shape.group))[:, head]
                 if out is None:
                     for key, value in zip(k[rows, head], v[rows, head], strict=True):
                         segment.write(key, value)
+                    if segment.flow.mass is not None:
+                        segment.mass = prompt_mass(segment, queries)
                     continue
-                queries = q[rows].unflatten(1, (shape.heads, shape.group))[:, head]
                 expected, _ = segment.extend(queries, k[rows, head], v[rows, head])
                 received = out[rows].unflatten(1, (shape.heads, shape.group))[:, head]
                 for i in range(count):
@@ -334,7 +336,24 @@ def score_error(
         relative = math.expm1(2 * scale * float(logits.max())) + (len(scores) + 8) * U32
         decay = getattr(flow, "decay", 0.0)
         return relative * scores + decay * torch.tensor(carried, dtype=F64)
-    return (RELATIVE + stored) * scores.abs().max().expand(len(scores)) + torch.tensor(carried, dtype=F64)
+    largest = (
+        scores.abs().max().clamp(min=1.0 if flow.mass else 0.0)
+    )  # mass is made of probabilities, good to 1e-5 of 1
+    return (RELATIVE + stored) * largest.expand(len(scores)) + torch.tensor(carried, dtype=F64)
+
+
+def prompt_mass(segment: ReferenceSegment, q: torch.Tensor) -> list[float]:
+    """The mass after a whole prompt with queries [n, G, D], all at once instead of query by query."""
+    mass = segment.flow.mass
+    assert mass is not None and segment.softcap is None and segment.sinks is None
+    assert len(q) == len(segment.k), "a first prompt"
+    logits = torch.einsum("ngd,td->gnt", q.to(F64), torch.stack(segment.k)) * segment.attention_scale(q.shape[-1])
+    logits += torch.full(logits.shape[1:], -math.inf, dtype=F64).triu(1)
+    received = torch.softmax(logits, -1)
+    reduced = {"sum": received.sum(0), "mean": received.mean(0), "max": received.amax(0)}[mass.group]
+    rows = min(len(q), mass.window or len(q))
+    weights = torch.tensor([0.0] * (len(q) - rows) + [mass.factor ** (rows - 1 - i) for i in range(rows)], dtype=F64)
+    return (weights @ reduced).tolist()  # type: ignore[no-any-return]
 
 
 def low_precision_bound(

@@ -105,7 +105,7 @@ def test_no_time_for_a_wrong_step(stage: str, monkeypatch: pytest.MonkeyPatch) -
             return result + 0.01
         if stage == "select":
             return type(result)((result.pages - 1).clamp(min=0), result.count)
-        return result[0] * 1.001, result[1]
+        return result[0] * 1.001, *result[1:]
 
     monkeypatch.setattr(EagerBackend, stage, wrong)
     with pytest.raises(KvsieveError, match="no time is shown, for the step is wrong"):

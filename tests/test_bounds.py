@@ -45,12 +45,12 @@ class Injecting(EagerBackend):
             self._spoil("state", field, 0, int(window.rows[0, 1]))
         return scores
 
-    def attend(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = super().attend(*arguments)
+    def attend(self, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        out, lse, mass = super().attend(*arguments)
         out, lse = out.contiguous(), lse.contiguous()
         self._spoil("output", out, 0, 0, 0, 0)
         self._spoil("lse", lse, 0, 0, 0)
-        return out, lse
+        return out, lse, mass
 
 
 def run(flow: Flow, backend: EagerBackend, steps: int = 3) -> Numbers:

@@ -70,6 +70,9 @@ def test_flows_markdown_and_terminal_say_what_json_says(capsys):
     [
         (["flos"], "flows"),
         (["flows", "--jsn"], "--json"),
+        (["flows", "--jsn"], "kvsieve flows --help"),
+        (["verify", QUEST, "--device", "gpu9"], "--device gpu9"),
+        (["verify", "--fuzz", "2", "--device", "gpu9"], "--device gpu9"),
         (["flows", "--json", "--markdown"], "received both"),
         (["generate"], "--flow"),
         (["generate", "--flow", "gqa_quest", "--prompt", "x"], QUEST),
@@ -121,6 +124,13 @@ def test_unexpected_errors_and_interrupts_show_no_traceback(capsys, monkeypatch)
     monkeypatch.setattr("kvsieve.cli.flows.flow_rows", interrupt)
     assert run("flows") == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    command = [sys.executable, "-m", "kvsieve", "flows"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.wait() == 0 and process.stderr.read() == ""
 
 
 def test_python_dash_m_is_the_command():

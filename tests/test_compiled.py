@@ -176,7 +176,7 @@ def test_selection_kernel_on_long_windows(width: int, generator: torch.Generator
     places = torch.zeros(len(rows), width, dtype=torch.int64)
     for k in {1, 2, width // 2, width - 1}:
         ks = torch.full((len(rows),), k)
-        window = Window(torch.arange(len(rows)), places, places, valid, valid, valid, ks, k, width * len(rows))
+        window = Window(torch.arange(len(rows)), places, places, valid, valid, valid, ks, ks, k, width * len(rows))
         count = ks + 3
         quota = Quota(1, 2, torch.full((len(rows),), width + 3), count, k + 3, True, window)
         assert torch.equal(native.select(scores, quota, 2).pages, select_pages(scores, quota, 2).pages)

@@ -24,8 +24,11 @@ from support import Twin
 STEPS = 3
 
 CELLS = [
-    (name, p) for name, cls in list_flows().items() for p in (PAGE_SIZES if cls.page_size is None else (cls.page_size,))
+    pytest.param(name, p, marks=[pytest.mark.slow] if name in ("snapkv", "tova") else [])
+    for name, cls in list_flows().items()
+    for p in (PAGE_SIZES if cls.page_size is None else (cls.page_size,))
 ]
+"""Of the flows that are fed by the runtime's mass alone, the quick suite takes one."""
 
 
 def grid_budget(name: str) -> Budget:

@@ -32,6 +32,9 @@ SHIPPED = {
     "gqa_h2o_sparse_attention": None,
     "h2o_token_sparse_attention": 1,
     "gqa_h2o_token_sparse_attention": 1,
+    "h2o": None,
+    "snapkv": None,
+    "tova": None,
 }
 """Name to required page size."""
 
@@ -103,6 +106,20 @@ def gqa_h2o_token(
     return [max(column) + decay * old for column, old in zip(zip(*heads, strict=True), previous, strict=True)]
 
 
+def h2o_mass(q: Page, pages: list[Page], scale: float, decay: float, mass: list[float], **_: Any) -> list[float]:
+    heads = [softmax([scale * dot(head, mean(page)) for page in pages]) for head in q]
+    return [(1 - decay) * m + math.fsum(column) for m, column in zip(mass, zip(*heads, strict=True), strict=True)]
+
+
+def tova(q: Page, pages: list[Page], mass: list[float], **_: Any) -> list[float]:
+    return mass
+
+
+def snapkv(q: Page, pages: list[Page], mass: list[float], kernel: int, **_: Any) -> list[float]:
+    padded = [0.0] * (kernel // 2) + mass + [0.0] * (kernel // 2)
+    return [math.fsum(padded[i : i + kernel]) / kernel for i in range(len(mass))]
+
+
 FORMULAS: list[tuple[str, dict[str, Any], Loop, dict[str, Any]]] = [
     ("block_sparse_attention", {}, block, {}),
     ("gqa_block_sparse_attention", {}, gqa_block, {"scale": 0.35}),
@@ -117,6 +134,11 @@ FORMULAS: list[tuple[str, dict[str, Any], Loop, dict[str, Any]]] = [
     ("gqa_h2o_token_sparse_attention", {}, gqa_h2o_token, {"scale": 7**-0.5, "decay": 0.984375}),
     ("gqa_h2o_token_sparse_attention", {"scale": 2.0, "decay": 0.0}, gqa_h2o_token, {"scale": 2.0, "decay": 0.0}),
     ("gqa_h2o_token_sparse_attention", {"decay": 1}, gqa_h2o_token, {"scale": 7**-0.5, "decay": 1.0}),
+    ("h2o", {}, h2o_mass, {"scale": 0.35, "decay": 0.9}),
+    ("h2o", {"decay": 0.25}, h2o_mass, {"scale": 0.35, "decay": 0.25}),
+    ("tova", {}, tova, {}),
+    ("snapkv", {}, snapkv, {"kernel": 5}),
+    ("snapkv", {"kernel": 1}, snapkv, {"kernel": 1}),
 ]
 
 
@@ -138,6 +160,10 @@ def test_formulas(
         fields["heavy"] = flow.init_state(p, 7)["heavy"].to(F64).expand(windows).clone()
         assert (fields["heavy"] == 0).all()
     previous = [0.0] * windows
+    if flow.mass is not None:
+        fields["mass"] = torch.rand(windows, p, generator=random, dtype=F64)
+        fields["mass_sum"] = fields["mass"].sum(1)
+        constants = {**constants, "mass": fields["mass_sum"].tolist()}
     for _ in range(3):
         q = torch.randn(group, 7, generator=random, dtype=F64)
         extra = {"scale": 0.35} if "scale" in inspect.signature(flow.score).parameters else {}  # type: ignore[arg-type]
@@ -223,6 +249,16 @@ NAN, INF = math.nan, math.inf
         ),
         ("block_sparse_attention", {"scale": 1.0}),
         ("streaming_llm", {"decay": 0.5}),
+        ("h2o", {"decay": -0.1}),
+        ("h2o", {"decay": 0.005}),
+        ("h2o", {"decay": 1.5}),
+        ("h2o", {"decay": "x"}),
+        ("h2o", {"seed": "some"}),
+        ("h2o", {"seed": "window:0"}),
+        ("tova", {"decay": 0.5}),
+        ("snapkv", {"kernel": 4}),
+        ("snapkv", {"kernel": 0}),
+        ("snapkv", {"window": 0}),
     ],
 )
 def test_wrong_arguments_are_refused(name: str, arguments: dict[str, Any]) -> None:
@@ -283,7 +319,9 @@ READS = {
 def test_bytes_read_are_those_of_the_docstring(name: str) -> None:
     cls = list_flows()[name]
     graphs = trace_flow(cls(), Geometry(cls.page_size or 16, 64, 48, 4))
-    expected = READS[name] * 64 * 2 if name in READS else 64 * 2 + 2 * 4
+    expected = {"h2o": 64 * 2 + 4, "snapkv": 4, "tova": 4}.get(name, READS.get(name, 0) * 64 * 2)
+    if "token" in name:
+        expected = 64 * 2 + 2 * 4
     assert graphs.score_bytes_per_page(torch.bfloat16) == expected
 
 

@@ -16,7 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # From the bottom up: a module imports from its own row and the rows above it in this list, never from those below.
 LAYERS = (
     {"errors", "dtypes", "cache"},
-    {"budget", "retention", "flow_file"},
+    {"budget", "mass", "retention", "flow_file"},
     {"flow"},
     {"flows"},
     {"reference"},

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from kvsieve.backends import attention
 from kvsieve.cli.app import run
@@ -27,6 +26,7 @@ QUICK = (
     "a shared partial page is written in place",
     "a fork shares the state rows of its source",
     "a request is resumed into the wrong blocks",
+    "prompt queries see later tokens",
 )
 
 
@@ -39,8 +39,8 @@ def test_a_mutant_is_killed(name: str) -> None:
 
 def test_the_table_covers_the_published_bugs() -> None:
     rows = {mutant.row for mutant in MUTANTS.values()} - {None}
-    # 4: no prompt mass yet; 35: speed.
-    assert rows == set(range(1, 36)) - {4, 35}
+    # 35: speed.
+    assert rows == set(range(1, 36)) - {35}
     assert len(MUTANTS) >= 45 and all(name == mutant.name for name, mutant in MUTANTS.items())
 
 
@@ -67,13 +67,13 @@ def _attend_tokens(change: Any) -> Mutant:
     return Mutant("made up", None, attention, "attend_tokens", factory)
 
 
-def _refused(out: torch.Tensor, lse: torch.Tensor) -> Any:
+def _refused(*results: Any) -> Any:
     raise IndexError("out of range")
 
 
 def test_what_is_right_survives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hunting, "stages", few)
-    found = hunt(_attend_tokens(lambda out, lse: (out, lse)))
+    found = hunt(_attend_tokens(lambda *results: results))
     assert not found.killed and found.counted
 
 
@@ -85,7 +85,7 @@ def test_an_exception_of_the_program_itself_is_not_counted(monkeypatch: pytest.M
 
 def test_an_output_that_is_not_finite_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hunting, "stages", few)
-    found = hunt(_attend_tokens(lambda out, lse: (out * float("nan"), lse)))
+    found = hunt(_attend_tokens(lambda out, lse, mass: (out * float("nan"), lse, mass)))
     assert found.killed and not found.finite and not found.counted
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -12,7 +13,9 @@ from kvsieve.backends.base import AttentionOptions, Backend, Selection
 from kvsieve.budget import Budget
 from kvsieve.errors import ConfigError
 from kvsieve.layers import Layer
+from kvsieve.mass import MassUpdate, RequestMass
 from kvsieve.paging.allocator import BlockId
+from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.table import RequestId, RequestTables
 from kvsieve.plan import Plan, Quota
 
@@ -69,8 +72,9 @@ class Call:
         counts: tuple[int, ...],
         entered: list[BlockId],
         decode: bool,
+        masses: Sequence[RequestMass],
     ) -> None:
-        self.host, self.requests, self.counts, self.decode = host, requests, counts, decode
+        self.host, self.requests, self.counts, self.decode, self.masses = host, requests, counts, decode, masses
         self.attended: set[int] = set()
         self._entered = entered
         self._plans: dict[torch.device, Plan] = {}
@@ -119,6 +123,8 @@ class Call:
             backend.summarize(state.flow, pool, writes.filled)
         self.attended.add(layer)
         grouped = q.unflatten(1, (heads, state.group))
+        if state.mass is not None:
+            self._count_prompts(state, grouped, plan, replace(options, mass=state.mass))
         if not self.decode:
             return Attended(backend.prefill(grouped, k, v, pool, plan.rows, options).flatten(1, 2))
         return self._step(state, grouped, plan, options)
@@ -133,9 +139,50 @@ class Call:
             asked = q if len(places) == len(q) else q[places]
             scores = backend.score(layer.flow, asked, pool, quota.window)
         selection = backend.select(scores, quota, pool.num_kv_heads)
-        out, lse = backend.attend(q, pool, plan.rows, selection, options)
+        mass = layer.mass if layer.mass and layer.mass.update == "steps" else None
+        out, lse, increment = backend.attend(q, pool, plan.rows, selection, replace(options, mass=mass))
+        if increment is not None:
+            self._add_mass(pool, plan, selection, increment)
         self._count(layer, plan, quota)
         return Attended(out.flatten(1, 2), lse, selection, scores)
+
+    def _count_prompts(self, layer: Layer, q: torch.Tensor, plan: Plan, options: AttentionOptions) -> None:
+        """Count prompt queries in the attention mass, or keep them: those of earlier calls, and q [T, H, G, D]."""
+        last = 0
+        for place, (request, count, mass) in enumerate(zip(self.requests, self.counts, self.masses, strict=True)):
+            new = q[last : last + count]
+            last += count
+            if mass.committed is not None:  # what a crop could have taken back
+                rows = layer.queries.take(request, mass.surviving)[-mass.committed.rows :]
+                self._count_queries(layer.pool, plan, place, rows, mass.committed, options)
+            if self.decode or not count:
+                continue
+            if mass.counted is not None:
+                self._count_queries(layer.pool, plan, place, new, mass.counted, options)
+            elif mass.kept:
+                layer.queries.keep(request, mass.surviving, new, mass.kept)
+
+    def _count_queries(
+        self, pool: LayerPool, plan: Plan, place: int, q: torch.Tensor, update: MassUpdate, options: AttentionOptions
+    ) -> None:
+        """Add the attention of consecutive queries [n, H, G, D] of one request to its stored mass."""
+        pages = -(-(update.first + update.rows) // pool.page_size)
+        rows = plan.mass.table[place, :pages]
+        if update.rebase is not None:
+            pool.rebase_mass(rows, update.rebase)
+        sums = self.host.backend.prompt_mass(q, pool, plan.rows.table[place, :pages], update.first, options)
+        padded = torch.nn.functional.pad(sums * update.unit, (0, pages * pool.page_size - sums.shape[1]))
+        pool.add_mass(rows.expand(len(sums), -1), padded.unflatten(1, (pages, pool.page_size)))
+
+    def _add_mass(self, pool: LayerPool, plan: Plan, selection: Selection, increment: torch.Tensor) -> None:
+        """Add what a step's attention gave the selected tokens: increment [B, H, K, p]."""
+        for place, mass in enumerate(self.masses):
+            if mass.counted is not None and mass.counted.rebase is not None:
+                stored = -(-plan.rows.lengths[place] // pool.page_size)
+                pool.rebase_mass(plan.mass.table[place, :stored], mass.counted.rebase)
+        pages = torch.where(selection.listed(), selection.pages, 0)
+        rows = torch.gather(plan.mass.table[:, None].expand(-1, pages.shape[1], -1), 2, pages)
+        pool.add_mass(rows, increment * plan.mass.unit[:, None, None, None])
 
     def _count(self, layer: Layer, plan: Plan, quota: Quota) -> None:
         pool, counted = layer.pool, self.host.counted
@@ -147,7 +194,7 @@ class Call:
 
     def _plan(self, device: torch.device) -> Plan:
         if device not in self._plans:
-            self._plans[device] = Plan(self.host.tables, self.requests, self.counts, self._entered, device)
+            self._plans[device] = Plan(self.host.tables, self.requests, self.counts, self._entered, device, self.masses)
         return self._plans[device]
 
 

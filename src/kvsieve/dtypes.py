@@ -13,3 +13,8 @@ STATE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32":
 def torch_name(dtype: torch.dtype) -> str:
     """``bfloat16`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``fp32`` for ``torch.float32``: the inverse of :data:`DTYPES`."""
+    return {value: key for key, value in DTYPES.items()}[dtype]

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from kvsieve.budget import Budget
 from kvsieve.errors import ConfigError, FlowError, Location, UnknownName
 from kvsieve.flow_file import import_file
+from kvsieve.mass import AttentionMass
 
 BUILTIN_FIELDS = ("k", "v", "position", "age")
 """Fields every flow can read in ``score``: K [W, p, D], V [W, p, Dv], position [W], age [W]."""
@@ -55,8 +56,10 @@ class Flow:
     ``score(self, q [G, D], pages) -> scores [W]`` or ``(scores, {name: new state [W, ...]})``
         Runs at every decode step that needs it, over the ``W`` window pages. ``pages`` is read-only and maps ``k``,
         ``v``, every summary and state field, ``position`` (of each page's first token) and ``age`` (tokens since its
-        last one; both floating point, exact below 2**24 in float32). Parameters called ``layer`` and ``scale``
-        receive the layer index and the attention scale. Without ``score`` only sink and recent pages are attended.
+        last one; both floating point, exact below 2**24 in float32). With ``mass``, ``pages["mass"]`` [W, p] is the
+        attention that each token has received and ``pages["mass_sum"]`` [W] its sum. Parameters called ``layer`` and
+        ``scale`` receive the layer index and the attention scale. Without ``score`` only sink and recent pages are
+        attended.
 
     Everything floating is float32 inside a flow (float64 in the reference). Tensors held by the flow are constants.
     """
@@ -66,6 +69,8 @@ class Flow:
     """A page size that the flow requires; None: any."""
     summary_dtypes: ClassVar[Mapping[str, torch.dtype]] = types.MappingProxyType({})
     """Storage dtypes of summary fields that should not follow K's dtype."""
+    mass: AttentionMass | None = None
+    """Attention mass that the runtime keeps for ``score``, an attribute or a property; None: none."""
 
     summarize: ClassVar[Callable[..., Mapping[str, torch.Tensor]] | None] = None
     init_state: ClassVar[Callable[..., Mapping[str, torch.Tensor]] | None] = None
@@ -183,6 +188,8 @@ def check_flow(flow: Flow, page_size: int, budget: Budget) -> None:
         raise ConfigError(f"page_size: expected an integer >= 1, received {page_size!r}")
     if flow.page_size is not None and flow.page_size != page_size:
         raise ConfigError(f"flow {name} requires page_size {flow.page_size}, received {page_size}")
+    if flow.mass is not None and not isinstance(flow.mass, AttentionMass):
+        raise ConfigError(f"flow {name}: mass: expected an AttentionMass or None, received {flow.mass!r}")
     if flow.score is None and (budget.topk or budget.ratio):
         raise ConfigError(
             f"flow {name} has no score and attends sink and recent pages only: expected topk=0 and ratio=0, received "

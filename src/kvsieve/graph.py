@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from kvsieve.flow import BUILTIN_FIELDS, Flow, PageFields, extra_parameters
+from kvsieve.mass import FIELDS as MASS_FIELDS
 from kvsieve.ops import Shape, show
 from kvsieve.segment import SegmentGraph, checked_graph
 from kvsieve.tracing import EXAMPLE_PAGES, exclusive, export
 from kvsieve.watch import FlowMethod
 
-RESERVED = frozenset({*BUILTIN_FIELDS, "q", "scores", "mass", "mass_sum"})
+RESERVED = frozenset({*BUILTIN_FIELDS, *MASS_FIELDS, "q", "scores"})
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,9 @@ def _trace_flow(flow: Flow, geometry: Geometry) -> FlowGraphs:
         raise FlowMethod(flow, "init_state").fail(
             f"{', '.join(both)} is both a summary and a state field", "give them different names"
         )
-    score = _trace_score(flow, geometry, summary_fields, state_fields) if flow.score is not None else None
-    return FlowGraphs(flow, geometry, summary_fields, state_fields, summarize, score)
+    mass = _mass_fields(flow, geometry)
+    score = _trace_score(flow, geometry, {**summary_fields, **mass}, state_fields) if flow.score is not None else None
+    return FlowGraphs(flow, geometry, summary_fields, {**state_fields, **mass}, summarize, score)
 
 
 def _trace_summarize(flow: Flow, geometry: Geometry) -> tuple[SegmentGraph | None, dict[str, FieldSpec]]:
@@ -136,6 +138,14 @@ def _trace_summarize(flow: Flow, geometry: Geometry) -> tuple[SegmentGraph | Non
     return graph, specs
 
 
+def _mass_fields(flow: Flow, geometry: Geometry) -> dict[str, FieldSpec]:
+    """State that the runtime writes."""
+    if flow.mass is None:
+        return {}
+    shapes = {"mass": (geometry.page_size,), "mass_sum": ()}
+    return {name: FieldSpec(shapes[name], torch.float32, torch.zeros(shapes[name])) for name in MASS_FIELDS}
+
+
 def _state_fields(flow: Flow, geometry: Geometry) -> dict[str, FieldSpec]:
     if flow.init_state is None:
         return {}
@@ -152,8 +162,9 @@ def _state_fields(flow: Flow, geometry: Geometry) -> dict[str, FieldSpec]:
 
 
 def _trace_score(
-    flow: Flow, geometry: Geometry, summaries: Mapping[str, FieldSpec], states: Mapping[str, FieldSpec]
+    flow: Flow, geometry: Geometry, readable: Mapping[str, FieldSpec], states: Mapping[str, FieldSpec]
 ) -> SegmentGraph:
+    """``states`` may be read and returned, ``readable`` fields only read."""
     method = FlowMethod(flow, "score")
     wanted = extra_parameters(flow)
     extra = {
@@ -183,7 +194,7 @@ def _trace_score(
         names.extend(["scores", *state])
         return _distinct((scores, *state.values()), inputs)
 
-    examples = _score_examples(geometry, summaries, states)
+    examples = _score_examples(geometry, readable, states)
     graph = checked_graph(method, export(method, call, examples, frozenset(examples) - {"q"}), names)
     _check_outputs(method, graph, states)
     return graph

@@ -13,14 +13,17 @@ from kvsieve.budget import Budget, BudgetLike, budget_for_layer
 from kvsieve.errors import ConfigError
 from kvsieve.flow import Flow, extra_parameters
 from kvsieve.graph import FlowGraphs, Geometry, trace_flow
+from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
+from kvsieve.paging.queries import KeptQueries
 
 
 @dataclass
 class Layer:
     """A layer's memory and what runs on it; ``graphs``, ``flow`` and ``budget`` are None for a dense layer.
 
-    ``score_bytes``: what ``score`` reads and writes per window page and KV head.
+    ``score_bytes``: what ``score`` reads and writes per window page and KV head. ``queries``: those that do not count
+    in the attention mass yet.
     """
 
     pool: LayerPool
@@ -30,6 +33,12 @@ class Layer:
     budget: Budget | None
     scale: float
     score_bytes: int
+    queries: KeptQueries
+
+    @property
+    def mass(self) -> AttentionMass | None:
+        """The attention mass that is kept here, if any."""
+        return self.graphs.flow.mass if self.graphs else None
 
     def signature(self) -> tuple[Any, ...]:
         """(KV heads, K width, V width, group, dtype, scale): what every call must agree with."""
@@ -103,7 +112,7 @@ class Layers:
             graphs.state_fields if graphs else {},
         )
         score_bytes = graphs.score_bytes_per_page(k.dtype) if graphs else 0
-        return Layer(pool, group, graphs, flow, budget, scale, score_bytes)
+        return Layer(pool, group, graphs, flow, budget, scale, score_bytes, KeptQueries())
 
     def _prepare(
         self, index: int, head_dim: int, v_head_dim: int, group: int, scale: float, device: torch.device

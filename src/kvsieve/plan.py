@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 
 from kvsieve.budget import Budget
+from kvsieve.mass import RequestMass
 from kvsieve.paging.allocator import NULL_BLOCK, BlockId
 from kvsieve.paging.table import RequestId, RequestTables
 
@@ -38,11 +39,22 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class MassRows:
+    """Attention mass of a call's requests: state rows [B, S]; per request what a stored value is multiplied by to be a
+    mass (``scale`` [B]), and what a mass of 1 that the step adds is stored as (``unit`` [B]); both float32."""
+
+    table: torch.Tensor
+    scale: torch.Tensor
+    unit: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Window:
     """The window pages of the requests that are scored, padded to the widest.
 
     ``requests`` [Bs]: their places in the batch. ``blocks``, ``rows`` [Bs, W]: null where not ``valid`` [Bs, W].
-    ``position``, ``age`` [Bs, W] float32. ``topk`` [Bs]: pages to choose, 0 for requests under budget.
+    ``position``, ``age`` [Bs, W] float32. ``topk`` [Bs]: pages to choose, 0 for requests under budget. ``mass_scale``
+    [Bs, 1]: what stored mass is multiplied by.
     """
 
     requests: torch.Tensor
@@ -52,6 +64,7 @@ class Window:
     position: torch.Tensor
     age: torch.Tensor
     topk: torch.Tensor
+    mass_scale: torch.Tensor
     max_topk: int
     total_pages: int
     _flat: dict[tuple[int, int, int], SegmentWindow] = field(
@@ -69,7 +82,7 @@ class Window:
 class SegmentWindow:
     """A window per segment, ``N = H * Bs`` head-major, as indices into storage ``[H * size, ...]``.
 
-    Every tensor is [N, W], W at least 2: a width of 1 would be compiled apart.
+    Every tensor is [N, W], W at least 2: a width of 1 would be compiled apart; ``mass_scale`` is [N, 1].
     """
 
     def __init__(self, window: Window, heads: int, num_blocks: int, num_rows: int) -> None:
@@ -94,6 +107,10 @@ class SegmentWindow:
     @cached_property
     def age(self) -> torch.Tensor:
         return self._repeated(self._window.age)
+
+    @cached_property
+    def mass_scale(self) -> torch.Tensor:
+        return self._window.mass_scale.repeat(self._heads, 1)
 
     def _index(self, places: torch.Tensor, size: int) -> torch.Tensor:
         first = torch.arange(self._heads, device=places.device) * size
@@ -137,6 +154,7 @@ class Plan:
         counts: Sequence[int],
         entered: Sequence[BlockId],
         device: torch.device,
+        masses: Sequence[RequestMass] = (),
     ) -> None:
         self.page_size, self.device = tables.page_size, device
         entries = [tables[request] for request in requests]
@@ -150,7 +168,15 @@ class Plan:
         self._row_table = tables.rows[slots, :width]
         self.rows = Rows(starts, tuple(counts), lengths, self._send(self._block_table), self._send(lengths))
         self.writes = self._writes(entered)
+        masses = masses or [RequestMass()] * len(entries)
+        self._mass_scales = torch.tensor([mass.scale for mass in masses])
+        self._mass_units = torch.tensor([mass.counted.unit if mass.counted else 0.0 for mass in masses])
         self._quotas: dict[tuple[Budget, bool, bool], Quota] = {}
+
+    @cached_property
+    def mass(self) -> MassRows:
+        """Where the attention mass of the call's requests is stored, and in which unit."""
+        return MassRows(self._send(self._row_table), self._send(self._mass_scales), self._send(self._mass_units))
 
     def quota(self, budget: Budget, scores: bool, stateful: bool) -> Quota:
         """The quota of a decode step under ``budget`` for a flow that scores and keeps state, or not."""
@@ -212,6 +238,7 @@ class Plan:
             position=self._send(position.float()),
             age=self._send(age.float()),
             topk=self._send(topk),
+            mass_scale=self._send(self._mass_scales[requests][:, None]),
             max_topk=max(topk),
             total_pages=sum(widths),
         )

@@ -59,17 +59,23 @@ class ReferenceSegment:
         self.v: list[torch.Tensor] = []
         self.summaries: list[Mapping[str, torch.Tensor]] = []
         self.state: list[dict[str, torch.Tensor]] = []
+        self.mass: list[float] = []
+        self.pending: list[tuple[torch.Tensor, int]] = []
 
     def extend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Prefill, dense and exact: q [n, G, D], k [n, D], v [n, Dv] -> out [n, G, Dv], lse [n, G]."""
         rows = []
+        if self.flow.mass is not None and self.flow.mass.seed == "all":
+            self.count_pending()
         for query, key, value in zip(q, k, v, strict=True):
             self.write(key, value)
+            self.keep(query)
             rows.append(self.attend(query, list(range(len(self.k)))))
         return torch.stack([out for out, _ in rows]), torch.stack([lse for _, lse in rows])
 
     def step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ReferenceStep:
         """One decode step: q [G, D], k [D], v [Dv]."""
+        self.count_pending()
         self.write(k, v)
         pages = len(self.state)
         window = range(self.budget.sink, pages - self.budget.recent)
@@ -80,11 +86,15 @@ class ReferenceSegment:
                 self.state[page][name] = row
         selection = select(scores, pages, self.budget)
         out, lse = self.attend(q, self.tokens(selection))
+        if self.flow.mass is not None and self.flow.mass.update == "steps":
+            self.count(q, self.tokens(selection))
         return ReferenceStep(out, lse, selection, scores)
 
     def crop(self, length: int) -> None:
         """Forget the tokens from ``length`` on. State stays as it is, so the caller must not crop into a step."""
         pages = -(-length // self.page_size)
+        del self.mass[length:]
+        self.pending = [(q, last) for q, last in self.pending if last < length]
         del self.k[length:], self.v[length:], self.state[pages:], self.summaries[length // self.page_size :]
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -94,10 +104,32 @@ class ReferenceSegment:
             self.state.append({name: _widen(value) for name, value in initial.items()})
         self.k.append(k.to(F64))
         self.v.append(v.to(F64))
+        self.mass.append(0.0)
         if len(self.k) % self.page_size == 0 and self.flow.summarize:
             page = slice(len(self.k) - self.page_size, len(self.k))
             with DoublePrecision():
                 self.summaries.append(self.flow.summarize(torch.stack(self.k[page]), torch.stack(self.v[page])))
+
+    def keep(self, q: torch.Tensor) -> None:
+        """The newest token's query [G, D] counts when the next call comes: until then a crop takes it back."""
+        if self.flow.mass is not None and self.flow.mass.seed != "none":
+            self.pending.append((q, len(self.k) - 1))
+
+    def count_pending(self) -> None:
+        """Count the prompt queries that were kept: all, or the last of them where the mass has a window."""
+        window = self.flow.mass.window if self.flow.mass is not None else None
+        for q, last in self.pending[-(window or len(self.pending)) :]:
+            self.count(q, list(range(last + 1)))
+        self.pending = []
+
+    def count(self, q: torch.Tensor, tokens: list[int]) -> None:
+        """``m <- decay * m + p``: the attention that a query [G, D] gives to tokens (H2O, Algorithm 1)."""
+        assert self.flow.mass is not None
+        logits, lse = self._logits(q, tokens)
+        received = reduce_group(torch.exp(logits - lse[:, None]), self.flow.mass.group, 0)
+        self.mass = [self.flow.mass.factor * m for m in self.mass]
+        for token, p in zip(tokens, received.tolist(), strict=True):
+            self.mass[token] += p
 
     def _score(
         self, q: torch.Tensor, window: range, always: bool
@@ -112,6 +144,9 @@ class ReferenceSegment:
             "position": torch.tensor([i * p for i in window], dtype=F64),
             "age": torch.tensor([length - (i + 1) * p for i in window], dtype=F64),
         }
+        if self.flow.mass is not None:
+            fields["mass"] = torch.tensor([self.mass[i * p : i * p + p] for i in window], dtype=F64)
+            fields["mass_sum"] = fields["mass"].sum(1)
         for rows in (self.summaries, self.state):
             for name in rows[window[0]] if rows else ():
                 fields[name] = torch.stack([rows[i][name] for i in window])
@@ -132,14 +167,22 @@ class ReferenceSegment:
 
     def attend(self, q: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Exact softmax attention of q [G, D] over the listed tokens -> out [G, Dv], lse [G]."""
-        k, v = torch.stack([self.k[t] for t in tokens]), torch.stack([self.v[t] for t in tokens])
-        logits = q.to(F64) @ k.T * self.attention_scale(q.shape[-1])
+        logits, lse = self._logits(q, tokens)
+        return torch.exp(logits - lse[:, None]) @ torch.stack([self.v[t] for t in tokens]), lse
+
+    def _logits(self, q: torch.Tensor, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = q.to(F64) @ torch.stack([self.k[t] for t in tokens]).T * self.attention_scale(q.shape[-1])
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         lse = torch.logsumexp(logits, -1)
         if self.sinks is not None:
             lse = torch.logaddexp(lse, self.sinks)
-        return torch.exp(logits - lse[:, None]) @ v, lse
+        return logits, lse
+
+
+def reduce_group(probabilities: torch.Tensor, how: str, dim: int) -> torch.Tensor:
+    """Probabilities of a group's query heads as one number a token: their sum, mean or maximum over ``dim``."""
+    return {"sum": probabilities.sum(dim), "mean": probabilities.mean(dim), "max": probabilities.amax(dim)}[how]
 
 
 def select(scores: torch.Tensor | None, pages: int, budget: Budget) -> list[int]:

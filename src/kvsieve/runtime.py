@@ -15,12 +15,10 @@ from kvsieve.call import Attended, Call, ReadStats
 from kvsieve.errors import ConfigError, NotCroppable
 from kvsieve.flow import Flow, build_flow, check_flow, choose_page_size
 from kvsieve.layers import Layer, Layers
-from kvsieve.paging.table import RequestId, RequestTables
+from kvsieve.mass import RequestMass
+from kvsieve.paging.table import CROP_ROWS, RequestId, RequestTables
 
 __all__ = ["CROP_ROWS", "Attended", "Call", "ReadStats", "RequestId", "Runtime"]
-
-CROP_ROWS = 64
-"""A multi-token call of at most so many rows can be cropped into even by a flow that keeps state."""
 
 
 class Runtime:
@@ -56,7 +54,9 @@ class Runtime:
         self.backend = get_backend(backend)
         # One usable block more than asked for: block 0 is the null block.
         self.tables = RequestTables(
-            self.page_size, None if num_blocks is None else num_blocks + 1, self.flow.init_state is not None
+            self.page_size,
+            None if num_blocks is None else num_blocks + 1,
+            self.flow.init_state is not None or self.flow.mass is not None,
         )
         self.layers = Layers(self.flow, budget, self.page_size, dense_layers, self.backend)
         self.counted = ReadStats()
@@ -78,8 +78,11 @@ class Runtime:
         Args:
             keys: a name for each full page of what is to come, such as a chain hash of token ids, model and adapter.
                 Equal keys must mean equal tokens and equal pasts. The request begins with the longest run of pages
-                that earlier requests stored under the same keys (see :meth:`length`); state starts afresh.
+                that earlier requests stored under the same keys (see :meth:`length`); state starts afresh. A flow whose
+                attention mass is seeded by the prompt must see all of it: its requests share nothing.
         """
+        if self.flow.mass is not None and self.flow.mass.seed != "none":
+            keys = ()
         if keys:
             self._settle()
         request = self.tables.admit(keys)
@@ -118,6 +121,8 @@ class Runtime:
         self._refuse_preempted([request])
         twin, rows = self.tables.fork(request)
         self._copy([], rows)
+        for _, layer in self.layers.items():
+            layer.queries.copy(request, twin)
         return twin
 
     def crop(self, requests: Sequence[RequestId], lengths: Sequence[int]) -> None:
@@ -198,6 +203,8 @@ class Runtime:
         for request in requests:
             self.tables.finish(request)
             self._preempted.pop(request, None)
+            for _, layer in self.layers.items():
+                layer.queries.forget(request)
 
     @property
     def stats(self) -> ReadStats:
@@ -224,11 +231,16 @@ class Runtime:
         self._refuse_preempted(requests)
         growth = self.tables.append(requests, counts)
         self._copy(growth.copied, [])
+        masses = []
         for request, count in zip(requests, counts, strict=True):
             entry = self.tables[request]
+            start = entry.length - count
+            masses.append(RequestMass())
             if count:
-                entry.crop_floor = entry.length - count if not decode and count <= CROP_ROWS else entry.length
-        self._newest = Call(self, tuple(requests), tuple(counts), growth.entered, decode)
+                entry.crop_floor = start if not decode and count <= CROP_ROWS else entry.length
+                if self.flow.mass is not None:
+                    masses[-1] = entry.mass.call(self.flow.mass, start, count, decode, CROP_ROWS)
+        self._newest = Call(self, tuple(requests), tuple(counts), growth.entered, decode, masses)
         self.counted.steps += decode
         return self._newest
 

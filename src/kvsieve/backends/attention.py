@@ -8,18 +8,22 @@ from kvsieve.backends.base import AttentionOptions, Selection
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Rows
 
+MASS_ROWS = 128  # query rows at a time whose probabilities are added up
 PREFILL_ROWS = 1024  # query rows at a time where a mask is needed: bounds it to rows x length
 
 
 def attend_selected(
     q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over a selection, its tokens gathered: q [B, H, G, D] -> out [B, H, G, Dv], lse [B, H, G] float32."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Attention over a selection, its tokens gathered: q [B, H, G, D] -> out [B, H, G, Dv], lse [B, H, G] float32.
+
+    With ``options.mass`` also what the step adds to the mass of the selected tokens [B, H, K, p].
+    """
     batch, heads, group, _ = q.shape
     pages = torch.where(selection.listed(), selection.pages, 0)
     blocks = torch.gather(rows.table[:, None].expand(-1, heads, -1), 2, pages)
     mask = selection.tokens(pool.page_size, rows.lengths_tensor)
-    out, lse = attend_tokens(
+    out, lse, mass = attend_tokens(
         q.transpose(0, 1).flatten(0, 1),
         gather_selected(pool.k, blocks),
         gather_selected(pool.v, blocks),
@@ -27,13 +31,24 @@ def attend_selected(
         options,
     )
     shape = heads, batch, group
-    return out.reshape(*shape, -1).transpose(0, 1), lse.reshape(shape).transpose(0, 1)
+    if mass is not None:
+        mass = mass.reshape(heads, batch, -1, pool.page_size).transpose(0, 1)
+    return out.reshape(*shape, -1).transpose(0, 1), lse.reshape(shape).transpose(0, 1), mass
+
+
+def prompt_mass(
+    q: torch.Tensor, pool: LayerPool, blocks: torch.Tensor, first: int, options: AttentionOptions
+) -> torch.Tensor:
+    """:func:`column_sums` of queries at positions ``first ..`` over the pages in ``blocks`` [S]."""
+    return column_sums(q, gather_pages(pool.k, blocks[None]).flatten(1, 2)[:, : first + len(q)], options)
 
 
 def attend_tokens(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, options: AttentionOptions
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """q [N, G, D], k [N, T, D], v [N, T, Dv], mask [N, T] -> out [N, G, Dv] in q's dtype, lse [N, G] float32.
+
+    With ``options.mass`` also the probabilities, reduced over the group [N, T].
 
     Masked tokens may hold anything, NaN included. ``N`` is head-major; sink logits [H, G] repeat over requests.
     """
@@ -45,7 +60,33 @@ def attend_tokens(
         lse = torch.logaddexp(lse, options.sinks.float().repeat_interleave(q.shape[0] // options.sinks.shape[0], 0))
     probabilities = torch.exp(logits - lse[..., None])
     values = torch.where(mask[..., None], v.float(), 0.0)
-    return torch.matmul(probabilities, values).to(q.dtype), lse
+    mass = None if options.mass is None else options.mass.reduce(probabilities, 1)
+    return torch.matmul(probabilities, values).to(q.dtype), lse, mass
+
+
+def column_sums(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """Decayed column sums of causal attention: the last tokens' q [n, H, G, D] over k [H, L, D] -> float32 [H, L].
+
+    Query ``i`` counts ``decay ** (n - 1 - i)``; those whose weight is below rounding are skipped. Blockwise: the
+    largest temporary is [H, G, MASS_ROWS, L].
+    """
+    mass = options.mass
+    assert mass is not None
+    rows, length = mass.significant(len(q)), k.shape[1]
+    weights = torch.tensor(mass.row_weights(rows), device=q.device)
+    queries, keys = q[len(q) - rows :].permute(1, 2, 0, 3).float(), k.float()[:, None].transpose(-1, -2)
+    total = torch.zeros(k.shape[0], length, device=q.device)
+    for first in range(0, rows, MASS_ROWS):
+        block = queries[:, :, first : first + MASS_ROWS]
+        last = length - rows + first + block.shape[2]
+        hidden = torch.ones(block.shape[2], last, dtype=torch.bool, device=q.device).triu(last - block.shape[2] + 1)
+        logits = _logits(torch.matmul(block, keys[..., :last]), options).masked_fill_(hidden, float("-inf"))
+        lse = torch.logsumexp(logits, -1, keepdim=True)
+        if options.sinks is not None:
+            lse = torch.logaddexp(lse, options.sinks.float()[..., None, None])
+        probabilities = mass.reduce(logits.sub_(lse).exp_(), 1)
+        total[:, :last] += torch.matmul(weights[first : first + MASS_ROWS], probabilities)
+    return total
 
 
 def prefill_requests(

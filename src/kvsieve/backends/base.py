@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvsieve.graph import FlowGraphs
+from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Quota, Rows, Window, Writes
 
@@ -18,11 +19,15 @@ PHASES = ("write", "summarize", "score", "select", "attend")
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """How logits are made: ``scale``, optional ``softcap`` and sink logits ``[H, G]``. Honoured by every backend."""
+    """How logits are made: ``scale``, optional ``softcap`` and sink logits ``[H, G]``. Honoured by every backend.
+
+    ``mass``: the attention mass that is wanted, if any.
+    """
 
     scale: float
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    mass: AttentionMass | None = None
 
 
 @dataclass(frozen=True)
@@ -87,10 +92,21 @@ class Backend(ABC):
     @abstractmethod
     def attend(
         self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Exact attention over the selection.
 
-        q [B, H, G, D] -> out [B, H, G, Dv] in q's dtype, lse [B, H, G] float32.
+        q [B, H, G, D] -> out [B, H, G, Dv] in q's dtype, lse [B, H, G] float32, and with ``options.mass`` what the
+        step adds to the mass of the selected tokens: float32 [B, H, K, p], 0 for tokens that are not there.
+        """
+
+    @abstractmethod
+    def prompt_mass(
+        self, q: torch.Tensor, pool: LayerPool, blocks: torch.Tensor, first: int, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Decayed column sums of the causal attention of consecutive prompt queries, for ``options.mass``.
+
+        q [n, H, G, D] at positions ``first ..`` of the request whose pages lie in ``blocks`` [S] -> float32
+        [H, first + n]: the mass of each token after the last query, of none before the first.
         """
 
     @abstractmethod

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from kvsieve.backends.attention import attend_selected, gather_pages, prefill_requests
+from kvsieve.backends.attention import attend_selected, gather_pages, prefill_requests, prompt_mass
 from kvsieve.backends.base import AttentionOptions, Backend, Selection
 from kvsieve.backends.select import select_pages
 from kvsieve.graph import FlowGraphs
 from kvsieve.lower import Program, lower
+from kvsieve.mass import FIELDS as MASS_FIELDS
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Quota, Rows, Window
 
@@ -61,6 +62,9 @@ class EagerBackend(Backend):
         for name in flow.score.inputs:
             if name in sources:
                 inputs[name] = gather_pages(*sources[name])
+                if name in MASS_FIELDS:
+                    scale = window.mass_scale.repeat(heads, 1)
+                    inputs[name] = inputs[name] * (scale[..., None] if name == "mass" else scale)
             elif name != "q":
                 inputs[name] = getattr(window, name).repeat(heads, 1)
         results = _run(flow.score, window.valid.repeat(heads, 1), inputs)
@@ -76,8 +80,13 @@ class EagerBackend(Backend):
 
     def attend(
         self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         return attend_selected(q, pool, rows, selection, options)
+
+    def prompt_mass(
+        self, q: torch.Tensor, pool: LayerPool, blocks: torch.Tensor, first: int, options: AttentionOptions
+    ) -> torch.Tensor:
+        return prompt_mass(q, pool, blocks, first, options)
 
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: LayerPool, rows: Rows, options: AttentionOptions

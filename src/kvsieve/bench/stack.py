@@ -173,5 +173,8 @@ class _Storing(Backend):
     def select(self, *arguments: Any) -> Any:
         raise NotImplementedError("it only stores")
 
+    def prompt_mass(self, q: torch.Tensor, pool: Any, blocks: torch.Tensor, first: int, options: Any) -> torch.Tensor:
+        return torch.zeros(q.shape[1], first + len(q), device=q.device)
+
     def attend(self, *arguments: Any) -> Any:
         raise NotImplementedError("it only stores")

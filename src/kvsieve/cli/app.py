@@ -72,7 +72,9 @@ def run(arguments: Sequence[str]) -> int:
 def one_line(error: Exception) -> str:
     """An exception as one line for the user; what is not a user's error says its type and how to see more."""
     if isinstance(error, UsageProblem):
-        message = f"{error.format_message()} (kvsieve --help lists commands and options)"
+        context: Any = getattr(error, "ctx", None)
+        command = context.command_path if context else "kvsieve"
+        message = f"{error.format_message()} ({command} --help lists what there is)"
     elif isinstance(error, KvsieveError):
         message = str(error)
     else:

@@ -38,7 +38,7 @@ def print_measurement(measurement: Measurement) -> None:
     if any(case.step.seconds > BUSY * case.step.least for flow in measurement.flows for case in flow.cases):
         console.print(
             Text(
-                f"The machine was busy: medians lie more than {BUSY} times above the least times, so trust the ratio of "
+                f"The machine was busy: medians lie more than {BUSY} times above the least times. Trust the ratio of "
                 "the least times only, or measure again on a quiet machine.",
                 style="bold",
             )

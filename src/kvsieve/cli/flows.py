@@ -60,7 +60,7 @@ def markdown(rows: Sequence[FlowRow]) -> str:
 def show(rows: Sequence[FlowRow]) -> None:
     """Print the table for reading."""
     console = output(PIPE_WIDTH)
-    table = Table(*header(rows), box=box.SIMPLE_HEAD)
+    table = Table(*header(rows), box=box.SIMPLE_HEAD, show_edge=False)
     for row in rows:
         table.add_row(*(Text(cell) for cell in cells(row)))
     console.print(table)

@@ -10,9 +10,16 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 
+class Output(Console):
+    """A console whose reader may go away: that is no error (rich would exit with code 1)."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def output(pipe_width: int) -> Console:
     """Where results are printed: as wide as the terminal, or ``pipe_width`` columns into a pipe or a file."""
-    return Console(width=None if sys.stdout.isatty() else pipe_width, highlight=False)
+    return Output(width=None if sys.stdout.isatty() else pipe_width, highlight=False)
 
 
 @contextmanager

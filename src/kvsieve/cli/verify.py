@@ -14,7 +14,7 @@ from rich.progress import Progress
 from kvsieve.backends import backend_names
 from kvsieve.cli.accumulator import accumulator_command, accumulator_options
 from kvsieve.cli.mutants import run_mutants
-from kvsieve.cli.options import parse_flow_arguments
+from kvsieve.cli.options import check_device, parse_flow_arguments
 from kvsieve.dtypes import DTYPES
 from kvsieve.errors import ConfigError, UnknownName
 from kvsieve.flow import list_flows, load_flow
@@ -59,6 +59,7 @@ def verify_command(
         raise UnknownName("dtype", dtype, DTYPES)
     if backend not in backend_names():
         raise UnknownName("backend", backend, backend_names())
+    check_device(device)
     if programs and (flow_arg or everything):
         raise ConfigError("--fuzz takes registered flows with their default arguments: drop --flow-arg and --all")
     if mutants:
@@ -66,7 +67,8 @@ def verify_command(
             raise ConfigError("--mutants runs its own flows: give no flow, --all or --fuzz with it")
         return run_mutants(jobs or os.cpu_count() or 1, as_json)
     if programs:
-        return run_fuzz(programs, events, seed, flow, backend, jobs or os.cpu_count() or 1, as_json)
+        where = {"backend": backend, "dtype": dtype, "device": device}
+        return run_fuzz(programs, events, seed, flow, where, jobs or os.cpu_count() or 1, as_json)
     if (flow is None) != everything:
         raise ConfigError(f"expected a flow or --all, received {'neither' if flow is None else 'both'}")
     arguments = parse_flow_arguments(flow_arg)
@@ -111,13 +113,15 @@ def run_harness(flow: str | None, arguments: dict[str, Any], options: dict[str, 
     return accumulator_command(load_flow(flow, **arguments), accumulator_options(**options), as_json=as_json)
 
 
-def run_fuzz(programs: int, events: int, seed: int, flow: str | None, backend: str, jobs: int, as_json: bool) -> int:
+def run_fuzz(
+    programs: int, events: int, seed: int, flow: str | None, where: dict[str, str], jobs: int, as_json: bool
+) -> int:
     """Run random programmes; a fault prints a minimal one as a snippet that replays it."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("fuzzing", total=programs)
         result = fuzz_in_parallel(
-            programs, events, seed, flow, backend, jobs, lambda count: progress.advance(task, count)
+            programs, events, seed, flow, jobs=jobs, progress=lambda count: progress.advance(task, count), **where
         )
     print(json.dumps(fuzz_json(result), indent=2) if as_json else fuzz_text(result))
     return WRONG if result.failing else 0

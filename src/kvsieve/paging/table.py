@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NewType
 
 import torch
 
 from kvsieve.errors import ConfigError, OutOfPages
+from kvsieve.mass import MassLedger
 from kvsieve.paging.allocator import NULL_BLOCK, BlockAllocator, BlockId
 from kvsieve.paging.prefix import PrefixCache
 
 RequestId = NewType("RequestId", int)
+
+CROP_ROWS = 64
+"""A multi-token call of at most so many rows can be cropped into even by a flow that keeps state."""
 
 
 @dataclass
@@ -20,12 +24,14 @@ class Request:
     """Tokens stored and, page by page, the blocks and state rows that hold them.
 
     ``keys`` name full pages for the prefix cache. ``crop_floor`` is the length down to which a crop leaves state exact.
+    ``mass`` accounts for the request's attention mass.
     """
 
     slot: int
     length: int = 0
     keys: tuple[Hashable, ...] = ()
     crop_floor: int = 0
+    mass: MassLedger = field(default_factory=MassLedger)
     blocks: list[BlockId] = field(default_factory=list)
     rows: list[BlockId] = field(default_factory=list)
 
@@ -95,11 +101,13 @@ class RequestTables:
         rows = self._new_rows(len(source.rows))
         self._attach(entry, source.blocks, rows)
         entry.length, entry.crop_floor = source.length, source.crop_floor
+        entry.mass = replace(source.mass)
         return twin, list(zip(source.rows, rows, strict=True))
 
     def crop(self, request: RequestId, length: int) -> None:
         """Forget the tokens from ``length`` on; pages without a token leave the request."""
         entry = self[request]
+        entry.mass.crop(entry.length - length)
         entry.length, entry.crop_floor = length, min(entry.crop_floor, length)
         entry.keys = entry.keys[: length // self.page_size]
         self._detach(entry, self.pages(length))

@@ -10,7 +10,7 @@ import torch
 from kvsieve.reference import rank
 from kvsieve.verify.rounding import F64, unit_roundoff
 
-STAGES = ("storage", "summary", "score", "state", "selection", "lse", "output", "life cycle")
+STAGES = ("storage", "summary", "score", "state", "mass", "selection", "lse", "output", "life cycle")
 
 
 class Fault(AssertionError):

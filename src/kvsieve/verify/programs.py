@@ -9,6 +9,7 @@ from itertools import combinations
 
 from kvsieve.backends import Backend
 from kvsieve.budget import Budget
+from kvsieve.dtypes import DTYPES
 from kvsieve.errors import NotCroppable, OutOfPages
 from kvsieve.flow import Flow, list_flows, load_flow
 from kvsieve.runtime import CROP_ROWS, RequestId
@@ -38,6 +39,8 @@ class Program:
     num_blocks: int
     dense_layers: tuple[int, ...]
     events: tuple[Event, ...]
+    dtype: str = "fp32"
+    device: str = "cpu"
 
     def snippet(self) -> str:
         """Python that replays the programme."""
@@ -49,7 +52,15 @@ class Program:
         )
 
 
-def random_program(seed: int, flow: str | None = None, events: int = 50, built: Flow | None = None) -> Program:
+def random_program(
+    seed: int,
+    flow: str | None = None,
+    events: int = 50,
+    built: Flow | None = None,
+    *,
+    dtype: str = "fp32",
+    device: str = "cpu",
+) -> Program:
     """A programme drawn from a seed; a pool so small that blocks are recycled all the time.
 
     ``built`` is the flow that ``flow`` names, where its arguments are not the default ones.
@@ -64,7 +75,8 @@ def random_program(seed: int, flow: str | None = None, events: int = 50, built: 
     blocks = draw.choice((8, 14, 24, 40)) * (3 if page_size == 1 else 1)
     dense = (1,) if len(shapes) == 2 and draw.random() < 0.3 else ()
     kind = draw.choice(("iid", "iid", "planted", "ties", "extreme"))
-    return Program(name, page_size, shapes, budget, kind, seed, blocks, dense, tuple(_random_events(draw, events)))
+    chosen = tuple(_random_events(draw, events))
+    return Program(name, page_size, shapes, budget, kind, seed, blocks, dense, chosen, dtype, device)
 
 
 def _random_shape(draw: random.Random) -> LayerShape:
@@ -87,7 +99,12 @@ def run_program(program: Program, backend: str | Backend = "eager", built: Flow 
         Fault: the runtime is wrong beyond rounding.
     """
     options = TwinOptions(
-        program.page_size, program.shapes, num_blocks=program.num_blocks, dense_layers=program.dense_layers
+        program.page_size,
+        program.shapes,
+        dtype=DTYPES[program.dtype],
+        device=program.device,
+        num_blocks=program.num_blocks,
+        dense_layers=program.dense_layers,
     )
     with poisoned_pools():
         flow = built or load_flow(program.flow)
@@ -215,31 +232,56 @@ def fault_of(program: Program, backend: str | Backend = "eager") -> Exception | 
 
 
 def shrink(program: Program, fails: Callable[[Program], Exception | None]) -> Program:
-    """A programme that fails in the same way and of which no event and no two events can go.
+    """A programme that fails in the same way, of which no event and no two events can go, with small numbers.
 
-    Delta debugging (Zeller 2002), then pairs: a request that is only admitted and finished goes with both or not at all.
+    Delta debugging (Zeller 2002). A number picks among what is alive, so an event may be needed only because another
+    one picks a late place: smaller numbers let more events go.
     """
     wanted = _signature(fails(program))
+
+    def same(candidate: Program) -> bool:
+        return _signature(fails(candidate)) == wanted
+
+    count = len(program.events) + 1
+    while len(program.events) < count:
+        count = len(program.events)
+        program = _with_small_numbers(_with_fewer_events(program, same), same)
+    return program
+
+
+def _with_fewer_events(program: Program, same: Callable[[Program], bool]) -> Program:
     chunk = max(1, len(program.events) // 2)
     while chunk:
         start, smaller = 0, False
         while start < len(program.events):
             candidate = _without(program, range(start, start + chunk))
-            if _signature(fails(candidate)) == wanted:
+            if same(candidate):
                 program, smaller = candidate, True
             else:
                 start += chunk
         if not smaller or chunk > len(program.events):
             chunk //= 2
     for pair in combinations(range(len(program.events)), 2):
-        candidate = _without(program, pair)
-        if _signature(fails(candidate)) == wanted:
-            return shrink(candidate, fails)
+        if same(_without(program, pair)):
+            return _with_fewer_events(_without(program, pair), same)
     return program
 
 
 def _without(program: Program, places: Collection[int]) -> Program:
     return replace(program, events=tuple(event for i, event in enumerate(program.events) if i not in places))
+
+
+def _with_small_numbers(program: Program, same: Callable[[Program], bool]) -> Program:
+    for place, event in enumerate(program.events):
+        for part in range(1, len(event)):
+            for number in range(4):
+                current = program.events[place]
+                smaller = (*current[:part], number, *current[part + 1 :])
+                events = (*program.events[:place], smaller, *program.events[place + 1 :])
+                if smaller != current and same(replace(program, events=events)):
+                    program = replace(program, events=events)
+                    break
+    return program
 
 
 def _signature(error: Exception | None) -> tuple[str, str] | None:
@@ -266,11 +308,14 @@ def fuzz(
     flow: str | None = None,
     backend: str | Backend = "eager",
     progress: Callable[[], None] = lambda: None,
+    *,
+    dtype: str = "fp32",
+    device: str = "cpu",
 ) -> FuzzResult:
     """Run random programmes; stop at the first fault and shrink it."""
     numbers, done = Numbers(), 0
     for index in range(programs):
-        program = random_program(seed + index, flow, events)
+        program = random_program(seed + index, flow, events, dtype=dtype, device=device)
         try:
             numbers.merge(run_program(program, backend))
         except Exception as error:

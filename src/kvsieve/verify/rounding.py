@@ -65,6 +65,10 @@ class NoisyArithmetic:
             return x
         return x * (1 + times * self.u * torch.randn(x.shape, dtype=F64))
 
+    def known_to(self, x: torch.Tensor, deviation: torch.Tensor) -> torch.Tensor:
+        """A value that is known up to an absolute deviation."""
+        return x + deviation * torch.randn(x.shape, dtype=F64) if self.u else x
+
     def shifted(self, x: torch.Tensor) -> torch.Tensor:
         """The error of a logarithm whose argument was rounded: absolute, not relative."""
         return x + self.u * torch.randn(x.shape, dtype=F64) if self.u else x
@@ -122,10 +126,22 @@ def _repeated(run: Callable[[], dict[str, torch.Tensor]]) -> dict[str, torch.Ten
 
 
 def graph_spread(
-    graph: SegmentGraph, inputs: Mapping[str, torch.Tensor], u: float = 2.0**-24, sharp: bool = True
+    graph: SegmentGraph,
+    inputs: Mapping[str, torch.Tensor],
+    u: float = 2.0**-24,
+    sharp: bool = True,
+    deviations: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Values and rounding bounds of a traced flow method on float64 inputs of one segment."""
-    return spread(lambda arithmetic: run_graph(graph, inputs, arithmetic), u, sharp)
+    """Values and rounding bounds of a traced flow method on float64 inputs of one segment.
+
+    ``deviations``: standard deviations of inputs that are themselves known up to rounding only.
+    """
+
+    def run(arithmetic: NoisyArithmetic) -> dict[str, torch.Tensor]:
+        uncertain = {name: arithmetic.known_to(inputs[name], sigma) for name, sigma in (deviations or {}).items()}
+        return run_graph(graph, {**inputs, **uncertain}, arithmetic)
+
+    return spread(run, u, sharp)
 
 
 def run_graph(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvsieve.dtypes import DTYPES
+from kvsieve.dtypes import DTYPES, dtype_name
 from kvsieve.flow import Flow, build_flow, load_flow
 from kvsieve.verify.checks import Numbers
 from kvsieve.verify.programs import FuzzResult, fuzz
@@ -89,15 +89,20 @@ def fuzz_in_parallel(
     backend: str,
     jobs: int,
     progress: Callable[[int], None] = lambda count: None,
+    *,
+    dtype: str = "fp32",
+    device: str = "cpu",
 ) -> FuzzResult:
     """:func:`fuzz` in worker processes; the same programmes as in one, and the first failing one of a worker."""
     if jobs == 1:
-        return fuzz(programs, events, seed, flow, backend, lambda: progress(1))
+        return fuzz(programs, events, seed, flow, backend, lambda: progress(1), dtype=dtype, device=device)
     done = FuzzResult(0, 0, Numbers())
     starts = range(0, programs, FUZZ_CHUNK)
     with _workers(jobs) as pool:
         futures = [
-            pool.submit(fuzz, min(FUZZ_CHUNK, programs - start), events, seed + start, flow, backend)
+            pool.submit(
+                fuzz, min(FUZZ_CHUNK, programs - start), events, seed + start, flow, backend, dtype=dtype, device=device
+            )
             for start in starts
         ]
         for future in as_completed(futures):
@@ -120,9 +125,8 @@ def _workers(jobs: int) -> ProcessPoolExecutor:
 
 def report(subject: Subject, outcomes: Sequence[Outcome], seconds: float) -> FlowReport:
     """The report of a subject's outcomes."""
-    dtype = {value: key for key, value in DTYPES.items()}[subject.dtype]
     backend = subject.backend if isinstance(subject.backend, str) else subject.backend.name
-    return FlowReport(subject.name, backend, dtype, subject.device, outcomes, seconds, subject.seed)
+    return FlowReport(subject.name, backend, dtype_name(subject.dtype), subject.device, outcomes, seconds, subject.seed)
 
 
 def _work(order: Order, name: str) -> tuple[Outcome, float]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kvsieve.graph import FlowGraphs
+from kvsieve.mass import FIELDS as MASS_FIELDS
 from kvsieve.reference import ReferenceSegment, ReferenceStep, select
 from kvsieve.verify.checks import (
     Numbers,
@@ -18,6 +19,7 @@ from kvsieve.verify.checks import (
     gather_fields,
     storage_bound,
 )
+from kvsieve.verify.mass import MassTwin
 from kvsieve.verify.rounding import F64, attention_spread, graph_spread, unit_roundoff
 
 
@@ -44,6 +46,8 @@ class SegmentTwin:
         self.reference, self.graphs, self.dtype, self.place = reference, graphs, dtype, place
         self.state: list[dict[str, torch.Tensor]] = []
         self.summaries: dict[int, dict[str, torch.Tensor]] = {}
+        mass = graphs.flow.mass if graphs else None
+        self.mass = None if mass is None else MassTwin(mass, reference)
         self.sharp = True  # derive bounds from the data, or keep to a flat relative one
 
     def fork(self, place: str) -> SegmentTwin:
@@ -54,19 +58,37 @@ class SegmentTwin:
         twin.reference.state = [dict(row) for row in self.reference.state]
         twin.state = [dict(row) for row in self.state]
         twin.summaries = dict(self.summaries)
+        twin.mass = self.mass and self.mass.fork(twin.reference)
         return twin
 
     def crop(self, length: int) -> None:
         self.reference.crop(length)
+        if self.mass:
+            self.mass.crop(length)
         del self.state[-(-length // self.reference.page_size) :]
         full = length // self.reference.page_size
         self.summaries = {page: row for page, row in self.summaries.items() if page < full}
 
-    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Tokens k [n, D], v [n, Dv] that are stored without being attended."""
+    def write(self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None = None) -> None:
+        """Tokens k [n, D], v [n, Dv] that are stored; as a prompt, with queries q [n, G, D], or as a known prefix."""
+        if self.mass:
+            if q is not None:
+                self.mass.sharp = self.sharp
+                self.mass.begin(decode=False)
+            self.mass.write(len(k))
         for key, value in zip(k, v, strict=True):
             self.reference.write(key, value)
             self._enter()
+        if self.mass and q is not None:
+            self.mass.prompt(q)
+
+    def check_mass(self, numbers: Numbers, state: list[Mapping[str, torch.Tensor]], scale: float) -> None:
+        """After a call: the mass in the stored rows, which are multiplied by ``scale`` when they are read."""
+        if self.mass:
+            stored, sums = (torch.stack([row[name] for row in state]).to(F64) * scale for name in MASS_FIELDS)
+            self.mass.check(numbers, self.place, stored, sums)
+            for wanted, row in zip(self.state, state, strict=True):
+                wanted.update({name: row[name].clone() for name in MASS_FIELDS})
 
     def check_prefill(self, numbers: Numbers, q: torch.Tensor, out: torch.Tensor) -> None:
         """The newest n tokens' outputs: q [n, G, D], received out [n, G, Dv]."""
@@ -95,6 +117,11 @@ class SegmentTwin:
     ) -> None:
         """A decode step: q [G, D], k [D], v [Dv]; stored ``summaries`` and ``state`` per page after it."""
         reference = self.reference
+        if self.mass:
+            self.mass.sharp = self.sharp
+            self.mass.begin(decode=True)
+            self.mass.write(1)
+            reference.mass = self.mass.own[:-1].tolist()
         expected = reference.step(q, k, v)
         self._enter()
         pages = len(reference.state)
@@ -117,6 +144,8 @@ class SegmentTwin:
         numbers.note("selection", 0.0)
         self._note_agreement(numbers, result, expected, kept - sink - budget.recent if pages > kept else 0)
         self._check_attention(numbers, q, result)
+        if self.mass:
+            self.mass.step(q, reference.tokens(result.selection), result.selection == expected.selection)
 
     def check_state(self, numbers: Numbers, state: list[Mapping[str, torch.Tensor]]) -> None:
         """The pool holds the state that it must, bit for bit."""
@@ -177,7 +206,13 @@ class SegmentTwin:
             **gather_fields([summaries[page] for page in window]),
             **gather_fields([self.state[page] for page in window]),
         }
-        exact, bound = graph_spread(self.graphs.score, inputs, sharp=self.sharp)
+        deviations: dict[str, torch.Tensor] = {}
+        if self.mass:
+            masses, deviations = self.mass.inputs(window)
+            inputs |= masses
+            if not self._finite():
+                return  # of such a request the mass, too, means nothing
+        exact, bound = graph_spread(self.graphs.score, inputs, sharp=self.sharp, deviations=deviations)
         compare(numbers, "score", self.place, scores, exact["scores"], bound["scores"])
         for name in self.graphs.state_writes:
             for place, page in enumerate(window):

@@ -16,9 +16,9 @@ from kvsieve.plan import Plan, Quota
 from kvsieve.reference import select
 from kvsieve.verify.checks import Numbers, expect
 from kvsieve.verify.data import BrokenRequestData, BulkData, Data, ExtremeData, LayerShape, PlantedData, TiedData
+from kvsieve.verify.life_cycle import LIFE_CYCLE
 from kvsieve.verify.metamorphic import METAMORPHIC
 from kvsieve.verify.poison import poisoned_pools
-from kvsieve.verify.programs import random_program, run_program
 from kvsieve.verify.subject import Subject
 
 GROUPS, HEAD_DIMS, PAGE_SIZES, KV_HEADS = (1, 3, 4, 7, 8, 24), (64, 80, 128), (1, 5, 16, 33), (1, 3, 5)
@@ -160,31 +160,6 @@ def _long(subject: Subject) -> Numbers:
     )
 
 
-def _life_cycle(subject: Subject) -> Numbers:
-    """Random programmes of admit, extend, step, fork, crop, reorder, preempt, resume, finish in a tiny pool."""
-    numbers = Numbers()
-    for index in range(4):
-        program = random_program(subject.seed + index, subject.name, 50, subject.flow)
-        numbers.merge(run_program(program, subject.backend, subject.flow))
-    return numbers
-
-
-def _abandoned(subject: Subject) -> Numbers:
-    """A call that not every layer has attended leaves no prefix behind, and what follows knows nothing of it."""
-    p, shape, pages = subject.page_size, LayerShape(2, 3, 12, 12), 3
-    with poisoned_pools():
-        twin = subject.twin([shape, shape], BulkData(subject.seed))
-        first, lost = twin.admit(), twin.admit(0, pages)
-        twin.extend([first], [2 * p + 1])
-        twin.abandon(lost, pages * p)
-        second = twin.admit(0, pages)
-        expect(twin.requests[second] == 0, "life cycle", "prefix", f"{twin.requests[second]} tokens of a lost call")
-        twin.extend([second, first], [pages * p + 1, 2])
-        twin.step([first, second])
-        twin.finish([first, second])
-    return twin.numbers
-
-
 def _order(subject: Subject) -> Numbers:
     """The backend's selection alone, on scores that no flow need give: NaN, infinities, both zeros, ties, negatives."""
     numbers, backend, p, heads = Numbers(), get_backend(subject.backend), 3, 3
@@ -253,8 +228,7 @@ CHECKS: tuple[Check, ...] = (
     Check("order", "selection alone: NaN, infinities, both zeros, ties, negatives, ragged windows", _order),
     Check("ratio", "a budget that grows with the request", _ratio),
     Check("long context", "33,000 pages: more than 15 bits count", _long),
-    Check("life cycle", "random programmes in a tiny pool", _life_cycle),
-    Check("abandoned call", "a call that not every layer attended leaves nothing behind", _abandoned),
+    *(Check(name, shows, run) for name, shows, run in LIFE_CYCLE),
     *(Check(name, shows, run) for name, shows, run in METAMORPHIC),
 )
 GRID = Check("grid", "groups 1 to 24, head_dim 64 to 128, pages 1 to 33, 1 to 5 KV heads", _grid)

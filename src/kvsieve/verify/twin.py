@@ -124,7 +124,9 @@ class Twin:
                 for head in range(shape.heads if count else 0):
                     mine = slice(head * shape.group, (head + 1) * shape.group)
                     segment = self._segments[layer, request, head]
-                    segment.write(k[rows, head], v[rows, head])
+                    segment.sharp = self._judge.random() < self._judged
+                    segment.write(k[rows, head], v[rows, head], q[rows, mine])
+                    self._check_mass(layer, request, head)
                     if compare:
                         segment.check_prefill(self.numbers, q[rows, mine], out[rows, mine])
             outs.append(out)
@@ -272,6 +274,13 @@ class Twin:
                 segment.sharp = self._judge.random() < self._judged
                 full = (len(segment.reference.k) + 1) // self.options.page_size
                 segment.step(self.numbers, q[i, mine], k[i, head], v[i, head], summaries[:full], state, received)
+                self._check_mass(layer, request, head)
+
+    def _check_mass(self, layer: int, request: RequestId, head: int) -> None:
+        segment, entry = self._segments[layer, request, head], self.runtime.tables[request]
+        if segment.mass:
+            stored = self._rows(self.runtime.layers[layer].pool.state, head, entry.rows)
+            segment.check_mass(self.numbers, stored, segment.mass.mass.factor**entry.mass.age)
 
     def _check_new_summaries(self, requests: Sequence[RequestId], starts: Sequence[int]) -> None:
         p = self.options.page_size

@@ -46,9 +46,12 @@ class UnselectedNaN(Backend):
     ) -> torch.Tensor:
         return self._inner.prefill(q, k, v, pool, rows, options)
 
+    def prompt_mass(self, *arguments: Any) -> torch.Tensor:
+        return self._inner.prompt_mass(*arguments)
+
     def attend(
         self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         listed = selection.listed().expand(selection.pages.shape)
         pages = torch.where(listed, selection.pages, 0)
         blocks = torch.gather(rows.table[:, None].expand(-1, q.shape[1], -1), 2, pages)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvsieve.backends.attention import attend_selected, prefill_requests
+from kvsieve.backends.attention import attend_selected, prefill_requests, prompt_mass
 from kvsieve.backends.base import AttentionOptions, Backend, Selection
 from kvsieve.backends.compiled import native
 from kvsieve.backends.compiled.build import library
@@ -17,7 +17,7 @@ from kvsieve.lower import lower
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Quota, Rows, Window, Writes
 
-SEGMENT_FIELDS = ("valid", "blocks", "rows", "position", "age")
+SEGMENT_FIELDS = ("valid", "blocks", "rows", "position", "age", "mass_scale")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class CompiledBackend(Backend):
     def kernels(self, pool: LayerPool) -> dict[str, str]:
         names = {**super().kernels(pool), **dict.fromkeys(("summarize", "score"), "torch.compile (inductor)")}
         if _is_native(pool):
-            names |= {phase: f"C++ kvsieve_{phase}" for phase in ("write", "select", "attend")}
+            native_phases = ("write", "select") if "mass" in pool.state else ("write", "select", "attend")
+            names |= {phase: f"C++ kvsieve_{phase}" for phase in native_phases}
         return names
 
     def refusal(self, graphs: FlowGraphs) -> str | None:
@@ -94,9 +95,15 @@ class CompiledBackend(Backend):
 
     def attend(
         self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        attend = native.attend if _is_native(pool) else attend_selected
-        return attend(q, pool, rows, selection, options)
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        if options.mass is None and _is_native(pool):
+            return *native.attend(q, pool, rows, selection, options), None
+        return attend_selected(q, pool, rows, selection, options)
+
+    def prompt_mass(
+        self, q: torch.Tensor, pool: LayerPool, blocks: torch.Tensor, first: int, options: AttentionOptions
+    ) -> torch.Tensor:
+        return prompt_mass(q, pool, blocks, first, options)
 
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: LayerPool, rows: Rows, options: AttentionOptions

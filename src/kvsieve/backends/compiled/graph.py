@@ -10,6 +10,7 @@ from torch import fx
 
 from kvsieve.backends.compiled.products import use_thin_products
 from kvsieve.lower import Program
+from kvsieve.mass import FIELDS as MASS_FIELDS
 
 
 @dataclass
@@ -67,7 +68,14 @@ def compile_program(
     graph = fx.Graph()
     gathers = {**dict.fromkeys(by_block, "blocks"), **dict.fromkeys(by_row, "rows")}
     used = {gathers[name] for name in program.inputs if name in gathers} | set(stored.values())
-    names = ["valid", *sorted(used), *program.inputs, *(name for name in stored if name not in program.inputs)]
+    scaled = [name for name in program.inputs if name in MASS_FIELDS]  # stored in units that the host knows
+    names = [
+        "valid",
+        *sorted(used),
+        *(["mass_scale"] if scaled else []),
+        *program.inputs,
+        *(name for name in stored if name not in program.inputs),
+    ]
     inputs = {name: graph.placeholder(name) for name in names}
     values = {"valid": inputs["valid"]}
     for name in program.inputs:
@@ -75,6 +83,8 @@ def compile_program(
         if name in gathers:
             source = graph.call_function(_gather, (source, inputs[gathers[name]]))
         values[name] = graph.call_function(_widen, (source,))
+        if name in scaled:
+            values[name] = graph.call_function(_in_true_units, (values[name], inputs["mass_scale"]))
     places = [node for node in program.module.graph.nodes if node.op == "placeholder"]
     results = graph.graph_copy(
         program.module.graph,
@@ -98,6 +108,11 @@ def compile_program(
 
 def _gather(storage: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return storage[index]
+
+
+def _in_true_units(stored: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Mass [N, W] or [N, W, p] from its stored form; scale [N, 1]."""
+    return stored * (scale if stored.dim() == 2 else scale[..., None])
 
 
 def _widen(x: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from kvsieve.verify.mutants import (
     attention,
     integration,
     lowering,
+    mass,
     prefill,
     scoring,
     selection,
@@ -17,7 +18,7 @@ from kvsieve.verify.mutants.base import Mutant
 
 __all__ = ["MUTANTS", "Mutant"]
 
-_MODULES = (scoring, lowering, selection, attention, prefill, storage, tables, integration)
+_MODULES = (scoring, lowering, selection, attention, prefill, storage, tables, mass, integration)
 
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for module in _MODULES for mutant in module.TABLE.mutants}
 """Every mutant by its name."""

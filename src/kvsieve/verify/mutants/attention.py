@@ -19,7 +19,8 @@ from kvsieve.verify.mutants.base import Table
 TABLE = Table()
 fault = TABLE.fault
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""out, lse, mass increment"""
 
 
 def _options_changed(original: Any, change: Callable[[AttentionOptions], AttentionOptions]) -> Any:
@@ -60,9 +61,9 @@ def _(original: Any) -> Any:
 @fault("masked values are multiplied by 0, NaN outputs are cleaned up", 14, attention, "attend_tokens")
 def _(original: Any) -> Any:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, options: Any) -> Pair:
-        out, lse = original(q, k, v, mask, options)
+        out, lse, mass = original(q, k, v, mask, options)
         spoiled = (0.0 * v.float()).sum(1)[:, None]  # what a probability of 0 makes of a masked NaN
-        return torch.nan_to_num(out + spoiled.to(out.dtype)), lse
+        return torch.nan_to_num(out + spoiled.to(out.dtype)), lse, mass
 
     return attend
 
@@ -74,7 +75,8 @@ def _(original: Any) -> Any:
         logits = logits + torch.where(mask, 0.0, -1e4)[:, None]
         lse = torch.nan_to_num(torch.logsumexp(logits, -1))
         weights = torch.nan_to_num(torch.exp(logits - lse[..., None]))
-        return torch.matmul(weights, torch.nan_to_num(v.float())).to(q.dtype), lse
+        out = torch.matmul(weights, torch.nan_to_num(v.float())).to(q.dtype)
+        return out, lse, options.mass and options.mass.reduce(weights, 1)
 
     return attend
 
@@ -82,17 +84,16 @@ def _(original: Any) -> Any:
 @fault("attention adds up in bfloat16", None, attention, "attend_tokens")
 def _(original: Any) -> Any:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, options: Any) -> Pair:
-        _, lse = original(q, k, v, mask, options)
-        out, _ = original(q, k.bfloat16(), v.bfloat16(), mask, options)
-        return out, lse
+        out, _, _ = original(q, k.bfloat16(), v.bfloat16(), mask, options)
+        return out, *original(q, k, v, mask, options)[1:]
 
     return attend
 
 
 def _lse_changed(original: Any, change: Callable[[torch.Tensor, AttentionOptions], torch.Tensor]) -> Any:
     def attend(q: Any, k: Any, v: Any, mask: Any, options: AttentionOptions) -> Pair:
-        out, lse = original(q, k, v, mask, options)
-        return out, change(lse, options)
+        out, lse, mass = original(q, k, v, mask, options)
+        return out, change(lse, options), mass
 
     return attend
 
@@ -110,7 +111,8 @@ def _(original: Any) -> Any:
 @fault("lse without the sink logits", 24, attention, "attend_tokens")
 def _(original: Any) -> Any:
     def attend(q: Any, k: Any, v: Any, mask: Any, options: AttentionOptions) -> Pair:
-        return original(q, k, v, mask, options)[0], original(q, k, v, mask, _no_sinks(options))[1]
+        out, _, mass = original(q, k, v, mask, options)
+        return out, original(q, k, v, mask, _no_sinks(options))[1], mass
 
     return attend
 
@@ -137,8 +139,8 @@ def _attend(original: Any, change: Callable[..., tuple[Any, ...]]) -> Any:
 @fault("steps attend zeros for every request but the first", 25, EagerBackend, "attend")
 def _(original: Any) -> Any:
     def attend(self: Any, q: Any, pool: Any, rows: Any, selection: Any, options: Any) -> Pair:
-        out, lse = original(self, q, pool, rows, selection, options)
-        return torch.cat([out[:1], torch.zeros_like(out[1:])]), lse
+        out, lse, mass = original(self, q, pool, rows, selection, options)
+        return torch.cat([out[:1], torch.zeros_like(out[1:])]), lse, mass
 
     return attend
 
@@ -185,8 +187,9 @@ def _(original: Any) -> Any:
     def attend(self: Any, q: torch.Tensor, pool: Any, rows: Any, selection: Any, options: Any) -> Pair:
         _, heads, group, _ = q.shape
         dealt = q.flatten(1, 2).unflatten(1, (group, heads)).transpose(1, 2)
-        out, lse = original(self, dealt, pool, rows, selection, options)
-        return tuple(x.transpose(1, 2).flatten(1, 2).unflatten(1, (heads, group)) for x in (out, lse))
+        out, lse, mass = original(self, dealt, pool, rows, selection, options)
+        out, lse = (x.transpose(1, 2).flatten(1, 2).unflatten(1, (heads, group)) for x in (out, lse))
+        return out, lse, mass
 
     return attend
 

@@ -15,20 +15,24 @@ import torch
 from kvsieve.flow import Flow, build_flow
 from kvsieve.verify.checks import Fault
 from kvsieve.verify.mutants import MUTANTS
-from kvsieve.verify.mutants.base import LIFE_CYCLE, TRANSFORMERS, Mutant
+from kvsieve.verify.mutants.base import LIFE_CYCLE, MASS, TRANSFORMERS, Mutant
 from kvsieve.verify.mutants.flow import EveryRule
 from kvsieve.verify.mutants.observe import finite_memory, traced_once, watched
 from kvsieve.verify.programs import random_program, run_program
 from kvsieve.verify.subject import Subject
-from kvsieve.verify.suite import CHECKS
+from kvsieve.verify.suite import CHECKS, Check
 
 FLOWS = ("gqa_quest_sparse_attention", "gqa_block_sparse_attention", "h2o_token_sparse_attention", "every_rule")
 """What mutants run under: an envelope, a softmax over the window, state by token, every rule of the lowering."""
+
+MASS_FLOWS = ("h2o", "snapkv", "tova")
+"""What mutants of the attention mass run under: decayed, a window of queries, one query."""
 
 CHEAPEST_FIRST = (
     "order",
     "under budget",
     "abandoned call",
+    "evicted prefix",
     "ties",
     "broken request",
     "options",
@@ -49,6 +53,8 @@ CHEAPEST_FIRST = (
 )
 NARROW = {"order": FLOWS[:1], "long context": FLOWS[0::2], "planted": FLOWS[:1]}
 """Checks that are run under some of the flows: one brings its own, the others take long."""
+DIRECTED = ("abandoned call", "evicted prefix")
+"""Of the life cycle, and at once: what random programmes need long to meet."""
 FUZZ_SECONDS = 60.0
 FUZZ_EVENTS = 50
 
@@ -98,11 +104,17 @@ def stages(mutant: Mutant) -> Iterator[Stage]:
     if mutant.part == TRANSFORMERS:
         yield from _transformers()
         return
-    if mutant.part == LIFE_CYCLE:
-        yield from _programmes()
+    flows = MASS_FLOWS if mutant.part == MASS else FLOWS
     ordered = sorted(CHECKS, key=lambda check: CHEAPEST_FIRST.index(check.name))
-    for check in ordered:
-        for name in NARROW.get(check.name, FLOWS):
+    if mutant.part == LIFE_CYCLE:
+        yield from _checks([check for check in ordered if check.name in DIRECTED], flows)
+        yield from _programmes()
+    yield from _checks(ordered, flows)
+
+
+def _checks(checks: Sequence[Check], flows: Sequence[str]) -> Iterator[Stage]:
+    for check in checks:
+        for name in [flow for flow in flows if flow in NARROW.get(check.name, flows)]:
             subject = Subject(_flow(name))
             yield Stage(f"{check.name} / {name}", lambda check=check, subject=subject: check.run(subject))  # type: ignore[misc]
 

@@ -217,7 +217,7 @@ def _(original: Any) -> Any:
     def remember(self: Runtime) -> None:
         original(self)
         call = self._newest
-        for request in call.grown if call else ():
+        for request in call.grown if call and self._layers_known else ():
             if request in self.tables:
                 entry = self.tables[request]
                 for key, block in zip(entry.keys, entry.blocks, strict=False):

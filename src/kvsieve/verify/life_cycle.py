@@ -1,0 +1,76 @@
+"""Checks of the life cycle: random programmes, and what chance seldom meets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvsieve.dtypes import dtype_name
+from kvsieve.paging.table import RequestId
+from kvsieve.verify.checks import Numbers, expect
+from kvsieve.verify.data import BulkData, LayerShape
+from kvsieve.verify.poison import poisoned_pools
+from kvsieve.verify.programs import random_program, run_program
+from kvsieve.verify.subject import Subject
+from kvsieve.verify.twin import Twin
+
+SHAPE = LayerShape(2, 3, 12, 12)
+FAMILY = 0
+
+
+def _programs(subject: Subject) -> Numbers:
+    """Random programmes of admit, extend, step, fork, crop, reorder, preempt, resume, finish in a tiny pool."""
+    numbers, dtype = Numbers(), dtype_name(subject.dtype)
+    for index in range(4):
+        program = random_program(
+            subject.seed + index, subject.name, 50, subject.flow, dtype=dtype, device=subject.device
+        )
+        numbers.merge(run_program(program, subject.backend, subject.flow))
+    return numbers
+
+
+def _abandoned(subject: Subject) -> Numbers:
+    """A call that not every layer has attended leaves no prefix behind, and what follows knows nothing of it."""
+    p, pages = subject.page_size, 3
+    with poisoned_pools():
+        twin = subject.twin([SHAPE, SHAPE], BulkData(subject.seed))
+        first, lost = twin.admit(), twin.admit(FAMILY, pages)
+        twin.extend([first], [2 * p + 1])
+        twin.abandon(lost, pages * p)
+        second = twin.admit(FAMILY, pages)
+        _starts_empty(twin, second)
+        twin.extend([second, first], [pages * p + 1, 2])
+        twin.step([first, second])
+        twin.finish([first, second])
+    return twin.numbers
+
+
+def _evicted_prefix(subject: Subject) -> Numbers:
+    """A prefix that lost its first page to a full pool is no prefix any more."""
+    p, pages = subject.page_size, 4
+    with poisoned_pools():
+        twin = subject.twin([SHAPE], BulkData(subject.seed), num_blocks=pages + 2)
+        first = twin.admit(FAMILY, pages)
+        for count in ((pages - 1) * p, p):
+            twin.extend([first], [count])
+        twin.finish([first])
+        other = twin.admit()
+        twin.extend([other], [3 * p])
+        again = twin.admit(FAMILY, pages)
+        _starts_empty(twin, again)
+        twin.extend([again], [p + 1])
+        if p > 1:
+            twin.step([again])
+        twin.finish([other, again])
+    return twin.numbers
+
+
+def _starts_empty(twin: Twin, request: RequestId) -> None:
+    length = twin.requests[request]
+    expect(length == 0, "life cycle", "prefix", f"{length} tokens of a prefix that is not there")
+
+
+LIFE_CYCLE: tuple[tuple[str, str, Callable[[Subject], Numbers]], ...] = (
+    ("life cycle", "random programmes in a tiny pool", _programs),
+    ("abandoned call", "a call that not every layer attended leaves nothing behind", _abandoned),
+    ("evicted prefix", "a prefix without its first page is none", _evicted_prefix),
+)

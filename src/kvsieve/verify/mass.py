@@ -1,0 +1,143 @@
+"""The attention mass of one segment under test: what the runtime's store must hold after every call."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from kvsieve.mass import AttentionMass
+from kvsieve.paging.table import CROP_ROWS
+from kvsieve.reference import ReferenceSegment, reduce_group
+from kvsieve.verify.checks import Numbers, compare
+from kvsieve.verify.rounding import F64, SIGMAS, NoisyArithmetic, growth, spread
+
+U = 2.0**-24
+READ = 4 * U
+"""A stored value is scaled when it is read, and rounded when it is decayed and added to."""
+SHARP = 100_000
+"""Probabilities of which a bound is derived from the data at most; of more it is a flat one."""
+LEAST_WEIGHT = 2.0**-45
+"""Queries that count for less are left out here; a runtime may leave out those below 2**-32."""
+
+
+class MassTwin:
+    """Float64 mass beside the stored one.
+
+    ``values`` [T] is what the pool held when it was last checked, carried on in float64 by what the call must have
+    done, with ``bound`` [T]; ``own`` [T] has not seen the pool since the two last chose different pages.
+    """
+
+    def __init__(self, mass: AttentionMass, reference: ReferenceSegment) -> None:
+        self.mass, self.reference = mass, reference
+        self.values, self.bound, self.own = (torch.zeros(0, dtype=F64) for _ in range(3))
+        self.pending: list[tuple[torch.Tensor, int]] = []
+        self.sharp = True
+
+    def fork(self, reference: ReferenceSegment) -> MassTwin:
+        """A copy with a future of its own."""
+        twin = copy.copy(self)
+        twin.reference, twin.pending = reference, list(self.pending)
+        return twin
+
+    def crop(self, length: int) -> None:
+        """Tokens from ``length`` on, and their queries, are taken back."""
+        self.values, self.bound, self.own = (x[:length] for x in (self.values, self.bound, self.own))
+        self.pending = [(q, last) for q, last in self.pending if last < length]
+
+    def begin(self, decode: bool) -> None:
+        """A call begins: queries that were kept count now."""
+        if decode or self.mass.window is None:
+            rows = self.pending[-(self.mass.window or len(self.pending)) :]
+            self._count(rows)
+            self.pending = []
+
+    def write(self, count: int) -> None:
+        """Tokens enter with no mass."""
+        self.values, self.bound, self.own = (
+            torch.cat([x, torch.zeros(count, dtype=F64)]) for x in (self.values, self.bound, self.own)
+        )
+
+    def prompt(self, q: torch.Tensor) -> None:
+        """The newest tokens are prompt tokens with queries q [n, G, D]."""
+        if self.mass.seed == "none":
+            return
+        first = len(self.values) - len(q)
+        self.pending += [(row, first + i) for i, row in enumerate(q.to(F64))]
+        if len(q) > CROP_ROWS and self.mass.window is None:
+            self.begin(decode=False)
+
+    def step(self, q: torch.Tensor, tokens: list[int], agreed: bool) -> None:
+        """A decode step of query q [G, D] attended some tokens; ``own`` follows the reference's step instead."""
+        own = torch.tensor(self.reference.mass, dtype=F64)
+        if self.mass.update == "steps":
+            self._add(q.to(F64)[None], torch.tensor(tokens), torch.ones(1, len(tokens), dtype=torch.bool), 1)
+        self.own = own if agreed else self.values.clone()
+
+    def inputs(self, window: range) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """What ``score`` reads of the window's pages, and the standard deviation that is left to it."""
+        p = self.reference.page_size
+        tokens = slice(window.start * p, window.stop * p)
+        mass, sigma = (x[tokens].unflatten(0, (-1, p)) for x in (self.values, self.bound / SIGMAS))
+        sigma = sigma + READ / SIGMAS * mass
+        return {"mass": mass, "mass_sum": mass.sum(1)}, {"mass": sigma, "mass_sum": sigma.sum(1)}
+
+    def check(self, numbers: Numbers, place: str, stored: torch.Tensor, stored_sum: torch.Tensor) -> None:
+        """The pool's mass [S, p] and page sums [S], scaled, after a call; the next call goes on from it."""
+        p, length = self.reference.page_size, len(self.values)
+        pad = (0, stored.numel() - length)
+        values, bound = (torch.nn.functional.pad(x, pad) for x in (self.values, self.bound + READ * self.values))
+        if bool(torch.isfinite(torch.stack(self.reference.k)).all()):
+            compare(numbers, "mass", place, stored.flatten(), values, bound)
+            limit = bound.unflatten(0, (-1, p)).sum(1) + 8 * U * values.unflatten(0, (-1, p)).sum(1)
+            compare(numbers, "mass", f"{place} page sums", stored_sum, values.unflatten(0, (-1, p)).sum(1), limit)
+            largest = float(self.own.abs().max().clamp(min=1e-30)) if length else 1.0
+            drift = float((stored.flatten()[:length] - self.own).abs().max()) / largest if length else 0.0
+            numbers.drift = max(numbers.drift, drift if drift == drift else 0.0)
+        self.values = stored.flatten()[:length].clone()
+        self.bound = torch.zeros_like(self.values)
+
+    def _count(self, rows: list[tuple[torch.Tensor, int]]) -> None:
+        if rows:
+            last = rows[-1][1]
+            few = [(q, place) for q, place in rows if self._weight(last - place) >= LEAST_WEIGHT]
+            tokens = torch.arange(last + 1)
+            places = torch.tensor([place for _, place in few])
+            self._add(torch.stack([q for q, _ in few]), tokens, tokens <= places[:, None], len(rows))
+
+    def _weight(self, age: int) -> float:
+        return self.mass.factor**age
+
+    def _add(self, q: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, queries: int) -> None:
+        """Decay by ``queries`` and add the attention of the last ones, q [n, G, D], to tokens under mask [n, T]."""
+        weights = torch.tensor([self._weight(len(q) - 1 - i) for i in range(len(q))], dtype=F64)
+        exact, bound = self._received(q, tokens, mask, weights)
+        decay = self._weight(queries)
+        self.bound = decay * self.bound + READ * decay * self.values
+        self.values, self.own = decay * self.values, decay * self.own
+        for name, value in (("values", exact), ("own", exact), ("bound", bound)):
+            setattr(self, name, getattr(self, name).index_add(0, tokens, value))
+        if queries > 1 and 0 < self.mass.factor < 1:  # what may be left out
+            self.bound = self.bound + 2.0**-32 * q.shape[1] / (1 - self.mass.factor)
+
+    def _received(
+        self, q: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        reference = self.reference
+        k = torch.stack(reference.k)[tokens]
+        scale, hidden = reference.attention_scale(q.shape[-1]), torch.where(mask, 0.0, -torch.inf)[:, None]
+
+        def attend(arithmetic: NoisyArithmetic) -> dict[str, torch.Tensor]:
+            logits = arithmetic(arithmetic(q, 2.0) @ arithmetic(k, 2.0).T * scale)
+            if reference.softcap is not None:
+                logits = arithmetic(reference.softcap * arithmetic(torch.tanh(logits / reference.softcap)))
+            logits = logits + hidden
+            lse = torch.logsumexp(logits, -1)
+            if reference.sinks is not None:
+                lse = torch.logaddexp(lse, reference.sinks)
+            lse = arithmetic.shifted(arithmetic(lse))
+            received = reduce_group(arithmetic(torch.exp(logits - lse[..., None]), 2.0), self.mass.group, -2)
+            return {"mass": arithmetic(weights @ arithmetic(received, growth(len(q))))}
+
+        exact, bound = spread(attend, U, self.sharp and mask.numel() * q.shape[1] <= SHARP)
+        return exact["mass"], bound["mass"]
