@@ -143,6 +143,7 @@ def test_command_writes_table_json_and_picture(tmp_path, capsys) -> None:
         (["--backend", "fast"], "unknown backend 'fast'"),
         (["--dtype", "int8"], "unknown dtype"),
         (["--flow", "nothing"], "unknown flow"),
+        (["--flow", "h2o", "--backend", "eager"], "flow h2o: expected one without attention mass"),
         (["--json", "/nowhere/x.json"], "--json /nowhere/x.json: expected a file in a directory that exists"),
     ],
 )

@@ -10,7 +10,8 @@ import torch
 from kvsieve.backends.base import AttentionOptions, Backend, Selection
 from kvsieve.bench.setting import Setting
 from kvsieve.call import DENSE, Attended
-from kvsieve.flow import Flow
+from kvsieve.errors import ConfigError
+from kvsieve.flow import Flow, flow_name
 from kvsieve.layers import Layer
 from kvsieve.plan import Plan
 from kvsieve.runtime import RequestId, Runtime
@@ -26,6 +27,11 @@ class Stack:
     """
 
     def __init__(self, flow: Flow, setting: Setting, context: int) -> None:
+        if flow.mass is not None:
+            raise ConfigError(
+                f"flow {flow_name(flow)}: expected one without attention mass, which needs the queries of a prompt: a "
+                "measurement stores its past without attending it; measure the flow in a model (kvsieve generate)"
+            )
         self.flow, self.setting, self.context = flow, setting, context
         self.runtime = Runtime(
             flow, setting.budget_of(flow), page_size=setting.page_size_of(flow), backend=setting.backend
