@@ -126,6 +126,14 @@ class Layers:
             scale if "scale" in wanted else None,
             index if "layer" in wanted else 0,
         )
+        return self.prepared(geometry, device)
+
+    def prepared(self, geometry: Geometry, device: torch.device) -> tuple[FlowGraphs, Any]:
+        """The flow, traced for a geometry and as the backend runs it on a device.
+
+        Raises:
+            ConfigError: the backend refuses it.
+        """
         if (geometry, device) not in self._prepared:
             graphs = trace_flow(self.flow, geometry)
             reason = self.backend.refusal(graphs)
