@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC
 from typing import Any
 
 from kvsieve.compat.vortex.abs.context_base import ContextBase
@@ -11,7 +10,7 @@ from kvsieve.compat.vortex.core.segment import SegmentContext
 from kvsieve.compat.vortex.utils import Mode, Schedule
 
 
-class vOp(ABC):
+class vOp:
     """Base class of ops. ``op(*operands, ctx=ctx)``; an op may be used at any number of call sites."""
 
     def __init__(self) -> None:

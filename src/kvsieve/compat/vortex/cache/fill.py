@@ -36,7 +36,7 @@ class Fill(vOp):
     def on_segment(self, x: Any, loc: Any = None, ctx: Any = None) -> SegmentTensor:
         x = segment_tensor(self, x)
         checks.format_of(self, "operand", x, FORMAT.PAGED)
-        x.assign(torch.full(x.inner, float(self.alpha), device=x.device)[None])
+        x.fill(float(self.alpha), torch.full((1, *x.inner), float(self.alpha)))
         return x
 
     def _checked(self, x: Any) -> vTensor:

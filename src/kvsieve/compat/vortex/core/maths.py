@@ -83,9 +83,18 @@ IDENTITY: dict[ReduceType, float] = {
 """What a reduction must see in place of values that are not there."""
 
 
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    """Softmax over axis 0, for every element of a row by itself.
+
+    The axis is moved last first: along a strided axis torch adds up one value after the other.
+    """
+    return torch.softmax(x.movedim(0, -1), -1).movedim(-1, 0)
+
+
 def normalize(x: torch.Tensor) -> torch.Tensor:
     """``x / max(|x|, 1e-12)`` with the Euclidean norm over axis 0, for every element of a row by itself."""
-    return x / torch.clamp(torch.linalg.vector_norm(x, 2, 0, keepdim=True), min=SMALLEST_NORM)
+    norm = torch.linalg.vector_norm(x.movedim(0, -1), 2, -1)
+    return x / torch.clamp(norm, min=SMALLEST_NORM)
 
 
 def gemm(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,15 @@ class SegmentTensor:
         """What an op writes here in place."""
         self.data = value
 
+    def fill(self, value: float, filled: torch.Tensor) -> None:
+        """A number that an op writes here in place, and the tensor that it makes."""
+        self.assign(filled)
+
+    @property
+    def rank(self) -> int:
+        """Number of axes; 3 for what ops take."""
+        return self.data.dim()
+
     @property
     def inner(self) -> tuple[int, int]:
         """``(D0, D1)``."""
@@ -66,35 +75,11 @@ def _operator(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in [
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "mul",
-    "rmul",
-    "truediv",
-    "rtruediv",
-    "pow",
-    "rpow",
-    "neg",
-    "abs",
-    "matmul",
-    "rmatmul",
-    "getitem",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "eq",
-    "ne",
-    "and",
-    "or",
-    "xor",
-    "invert",
-    "floordiv",
-    "mod",
-]:
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv pow rpow neg abs matmul rmatmul getitem lt le gt ge eq ne and or xor "
+    "invert floordiv mod"
+)
+for _name in _OPERATORS.split(" "):
     setattr(SegmentTensor, f"__{_name}__", _operator(f"__{_name}__"))
 
 
@@ -158,6 +143,6 @@ class SegmentContext:
 
 def segment_tensor(op: object, x: Any) -> SegmentTensor:
     """The operand, or an error that names the op."""
-    if not isinstance(x, SegmentTensor) or x.data.dim() != 3:
+    if not isinstance(x, SegmentTensor) or x.rank != 3:
         raise OpError(f"{type(op).__name__}: expected a tensor [L, D0, D1] of the flow, received {x!r}")
     return x

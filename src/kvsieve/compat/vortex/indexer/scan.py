@@ -82,7 +82,7 @@ class Softmax(Scan):
         return self.scale * x
 
     def along(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(x, 0)
+        return maths.softmax(x)
 
 
 class Normalize(Scan):

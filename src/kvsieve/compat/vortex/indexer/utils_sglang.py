@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ def chunkwise_hn2nh_transpose(x: torch.Tensor, out: torch.Tensor, indptr: torch.
 def _transposed(x: torch.Tensor, out: torch.Tensor, starts: torch.Tensor, to_heads: bool) -> torch.Tensor:
     tokens, heads, width = x.shape
     bounds = plain(starts).flatten().tolist()
-    counts = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    counts = [end - start for start, end in itertools.pairwise(bounds)]
     listing = Listing.of(counts, x.device)
     begin, count = (send(values, x.device)[listing.segment] for values in (bounds[:-1], counts))
     head = torch.arange(heads, device=x.device)

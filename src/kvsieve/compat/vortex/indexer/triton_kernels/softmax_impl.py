@@ -9,6 +9,7 @@ import torch
 from kvsieve.compat.vortex.abs.tensor import plain
 from kvsieve.compat.vortex.core.errors import OpError
 from kvsieve.compat.vortex.core.kernels import over_windows, store_windows
+from kvsieve.compat.vortex.core.maths import softmax
 from kvsieve.compat.vortex.core.work import Windows
 from kvsieve.compat.vortex.indexer.context import number
 
@@ -36,7 +37,7 @@ def _softmax_inplace_r(
     windows = Windows.read(indptr, batch_size, page_reserved_bos, page_reserved_eos, topk_val)
     if windows is not None:
         rows = over_windows(plain(x), windows, -torch.inf, lambda value: scale * value)
-        store_windows(plain(x), windows, torch.softmax(rows, 0))
+        store_windows(plain(x), windows, softmax(rows))
 
 
 def softmax_inplace_r(x: Any, dim: int, scale: float, ctx: Any) -> None:
