@@ -24,7 +24,7 @@ from kvsieve.flow import Flow
 PREFIX = "vortex:"
 """``vortex:NAME`` is the flow that is registered under NAME here, whatever kvsieve itself calls NAME."""
 _MEMBERS = frozenset(("name", "summarize", "init_state", "score", "summary_dtypes"))
-_classes: dict[type[vFlow], type[VortexFlow]] = {}
+_CLASS = "_kvsieve_class"
 
 
 class Instances:
@@ -109,7 +109,8 @@ def final_scores(cls: type[vFlow], ctx: SegmentContext) -> torch.Tensor:
 
 def flow_class(cls: type[vFlow]) -> type[VortexFlow]:
     """The kvsieve flow of a vFlow class: same constructor arguments, source file and documentation."""
-    if cls not in _classes:
+    if _CLASS not in vars(cls):
+        registered_name = vars(cls).get("registered_name", "")
         parameters = list(inspect.signature(cls).parameters.values())
         if not _takes_page_size(cls):
             keyword = inspect.Parameter(
@@ -119,14 +120,15 @@ def flow_class(cls: type[vFlow]) -> type[VortexFlow]:
             parameters = [*(one for one in parameters if one not in variadic), keyword, *variadic]
         members = {
             "vflow": cls,
-            "name": f"{PREFIX}{cls.registered_name}" if cls.registered_name else "",
+            "name": f"{PREFIX}{registered_name}" if registered_name else "",
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
             "__doc__": cls.__doc__,
             "__signature__": inspect.Signature(parameters),
         }
-        _classes[cls] = type(cls.__name__, (VortexFlow,), members)
-    return _classes[cls]
+        setattr(cls, _CLASS, type(cls.__name__, (VortexFlow,), members))
+    made: type[VortexFlow] = vars(cls)[_CLASS]
+    return made
 
 
 def registered(name: str) -> type[VortexFlow]:
