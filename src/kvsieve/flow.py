@@ -65,6 +65,8 @@ class Flow:
     name: ClassVar[str] = ""
     page_size: ClassVar[int | None] = None
     """A page size that the flow requires; None: any."""
+    equal_widths: ClassVar[bool] = False
+    """Whether the flow needs values as wide as keys."""
     summary_dtypes: ClassVar[Mapping[str, torch.dtype]] = types.MappingProxyType({})
     """Storage dtypes of summary fields that should not follow K's dtype."""
 

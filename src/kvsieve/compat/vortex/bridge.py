@@ -6,11 +6,13 @@ starts from what ``Fill`` writes (0 without one). So state never outlives its re
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from kvsieve.compat.vortex.core.errors import OpError
 from kvsieve.compat.vortex.core.fields import analyse, cache_of_page, cache_of_window
@@ -27,6 +29,18 @@ _MEMBERS = frozenset(("name", "summarize", "init_state", "score", "summary_dtype
 _CLASS = "_kvsieve_class"
 
 
+@contextlib.contextmanager
+def ordinary_torch() -> Iterator[None]:
+    """No mode of torch's, float32 as default: flows are built as if no trace and no reference were under way."""
+    default = torch.get_default_dtype()
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(default)
+
+
 class Instances:
     """A flow's objects, one per (page size, head_dim): ``create_cache`` may leave marks on the object."""
 
@@ -38,8 +52,9 @@ class Instances:
         """The object for a geometry and the shapes of its own fields."""
         key = page_size, head_dim
         if key not in self._made:
-            flow = self.cls(**self.arguments)
-            fields = flow.get_cache_meta_info(page_size, head_dim)
+            with ordinary_torch():
+                flow = self.cls(**self.arguments)
+                fields = flow.get_cache_meta_info(page_size, head_dim)
             self._made[key] = flow, {name: shape for name, shape in fields.items() if name not in ("k", "v")}
         return self._made[key]
 
@@ -61,6 +76,7 @@ class VortexFlow(Flow):
         self._analysis = analyse(self._instances.get, self.vflow.__name__, page_size)
         vars(self).update({key: value for key, value in values.items() if key not in _MEMBERS})
         vars(self)["page_size"] = self._analysis.page_size
+        vars(self)["equal_widths"] = self._analysis.equal_widths
         for method, fields in (("summarize", self._analysis.summaries), ("init_state", self._analysis.states)):
             if not fields:
                 vars(self)[method] = None
@@ -69,7 +85,7 @@ class VortexFlow(Flow):
         arguments = ", ".join(f"{key}={value!r}" for key, value in self._instances.arguments.items())
         return f"{type(self).__name__}({arguments})"
 
-    def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:  # type: ignore[override]
+    def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """``forward_cache`` on one full page."""
         flow, shapes = self._instances.get(*k.shape)
         cache = cache_of_page(k, v, shapes)
@@ -77,12 +93,12 @@ class VortexFlow(Flow):
         flow.forward_cache(cache, torch.zeros(1, dtype=torch.int64), ctx)
         return {name: cache[name].data[0] for name in self._analysis.summaries}
 
-    def init_state(self, page_size: int, head_dim: int) -> Mapping[str, torch.Tensor]:  # type: ignore[override]
+    def init_state(self, page_size: int, head_dim: int) -> Mapping[str, torch.Tensor]:
         """What ``Fill`` writes to the fields that ``Save`` writes."""
         _, shapes = self._instances.get(page_size, head_dim)
         return {name: torch.full(shapes[name], value) for name, value in self._analysis.states.items()}
 
-    def score(  # type: ignore[override]
+    def score(
         self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]
     ) -> torch.Tensor | tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         """``forward_indexer`` on one segment's window."""
@@ -91,20 +107,14 @@ class VortexFlow(Flow):
         ctx = SegmentContext(page_size, head_dim, q.shape[0])
         query, out = SegmentTensor(q[None], FORMAT.BATCHED), SegmentTensor(q[:1, :1, None], FORMAT.RAGGED)
         flow.forward_indexer(query, out, cache_of_window(pages, shapes), ctx)
-        scores = final_scores(self.vflow, ctx)
+        assert ctx.scores is not None  # the analysis saw a topK
+        scores = ctx.scores[:, 0, 0]
         if set(ctx.saved) != set(self._analysis.states):
             raise OpError(
                 f"{self.vflow.__name__}.forward_indexer: saves {sorted(ctx.saved)} here and "
                 f"{sorted(self._analysis.states)} at another geometry; expected the same fields everywhere"
             )
         return (scores, ctx.saved) if ctx.saved else scores
-
-
-def final_scores(cls: type[vFlow], ctx: SegmentContext) -> torch.Tensor:
-    """What ``topK`` received, [W]."""
-    if ctx.scores is None:
-        raise OpError(f"{cls.__name__}.forward_indexer: expected a final topK(score, o), received none; add it")
-    return ctx.scores[:, 0, 0]
 
 
 def flow_class(cls: type[vFlow]) -> type[VortexFlow]:

@@ -17,15 +17,15 @@ class vOp:
         super().__init__()
         self.schedule = Schedule.S
 
-    def profile(self, *args: Any, ctx: Any = None, **kwargs: Any) -> Any:
+    def profile(self, *args: Any, **kwargs: Any) -> Any:
         """Check the operands and allocate the result."""
         raise NotImplementedError(f"{type(self).__name__}.profile")
 
-    def execute(self, *args: Any, ctx: Any = None, **kwargs: Any) -> Any:
+    def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Compute."""
         raise NotImplementedError(f"{type(self).__name__}.execute")
 
-    def on_segment(self, *args: Any, ctx: Any = None, **kwargs: Any) -> Any:
+    def on_segment(self, *args: Any, **kwargs: Any) -> Any:
         """Compute on the view of one segment, where a flow is traced for kvsieve's backends."""
         raise OpError(
             f"{type(self).__name__} is an op of your own: it can be profiled and executed, but kvsieve cannot trace "

@@ -27,7 +27,7 @@ class vTensor(torch.Tensor):
     def __new__(cls, data: Any, _format: FORMAT = FORMAT.BATCHED, tensor_id: int | None = None) -> vTensor:
         return as_vtensor(data, _format, tensor_id)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"vTensor(format={self._format}, {plain(self)!r})"
 
     @classmethod
@@ -36,7 +36,7 @@ class vTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         kind = _common_format([*args, *kwargs.values()], func)
-        result = super().__torch_function__(func, types, args, kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         return result if kind is None else _tagged(result, kind)
 
 

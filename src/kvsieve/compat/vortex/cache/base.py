@@ -28,43 +28,42 @@ class CacheOp(vOp, RowOp):
 
     def profile(self, *operands: Any, loc: Any = None, ctx: Any = None, output: Any = None, **named: Any) -> vTensor:
         """Check operands; a RAGGED result is a new buffer of the worst case's size."""
-        xs, output, loc = self._arguments(operands, output, loc, named)
-        if output is not None:
-            return output
+        xs, given, loc = self._arguments(operands, output, loc, named)
+        if given is not None:
+            return given
         out = plain(xs[0]).new_empty(_scratch_rows(ctx, loc), *self._shape(xs))
         ctx.add_aux_memory(out)
         return as_vtensor(out, FORMAT.RAGGED)
 
     def execute(self, *operands: Any, loc: Any = None, ctx: Any = None, output: Any = None, **named: Any) -> vTensor:
         """Compute; rows of other pages stay as they are."""
-        xs, output, loc = self._arguments(operands, output, loc, named)
+        xs, target, loc = self._arguments(operands, output, loc, named)
         shape, alpha, beta = self._shape(xs), bf16(self.alpha), bf16(self.beta)
-        if output is None:
-            out = plain(xs[0]).new_empty(_scratch_rows(ctx, loc), *shape)
-            output = as_vtensor(out, FORMAT.RAGGED)
+        if target is None:
+            target = as_vtensor(plain(xs[0]).new_empty(_scratch_rows(ctx, loc), *shape), FORMAT.RAGGED)
         pages = Completed.of(loc, ctx.page_size, ctx.head_num)
         compute(
             [Gathered(plain(x), pages.rows(x._format)) for x in xs],
             lambda *rows: self.rows(*rows, alpha=alpha, beta=beta),
-            plain(output),
-            pages.rows(output._format),
+            plain(target),
+            pages.rows(target._format),
             shape[0] * shape[1],
         )
-        return output
+        return target
 
     def on_segment(self, *operands: Any, ctx: Any = None, output: Any = None, **named: Any) -> SegmentTensor:
         """Compute for the one page that is summarised, exactly."""
         named.pop("loc", None)
-        xs, output = self._split([*operands, *named.values()], output)
+        xs, target = self._split([*operands, *named.values()], output)
         xs = [segment_tensor(self, x) for x in xs]
         shape = self._shape(xs)
         value = self.rows(*(x.data for x in xs), alpha=self.alpha, beta=self.beta)
-        if output is None:
+        if target is None:
             return SegmentTensor(value, FORMAT.RAGGED)
-        output = segment_tensor(self, output)
-        checks.same_inner(self, "output", output, shape)
-        output.assign(value)
-        return output
+        field = segment_tensor(self, target)
+        checks.same_inner(self, "output", field, shape)
+        field.assign(value)
+        return field
 
     def _shape(self, xs: list[Any]) -> tuple[int, int]:
         return self.result_shape(*(checks.inner(x) for x in xs))
@@ -78,7 +77,9 @@ class CacheOp(vOp, RowOp):
             )
         return operands, output
 
-    def _arguments(self, operands: Any, output: Any, loc: Any, named: Any) -> tuple[list[vTensor], Any, torch.Tensor]:
+    def _arguments(
+        self, operands: Any, output: Any, loc: Any, named: Any
+    ) -> tuple[list[vTensor], vTensor | None, torch.Tensor]:
         values = [*operands, *named.values()]
         if loc is None and len(values) > self.arity + 1:  # op(x, output, loc, ctx=ctx)
             loc = values.pop()

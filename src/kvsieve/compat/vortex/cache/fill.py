@@ -29,17 +29,17 @@ class Fill(vOp):
         return self._checked(x)
 
     def execute(self, x: Any, loc: Any = None, ctx: Any = None) -> vTensor:
-        x = self._checked(x)
-        _fill_p(plain(x), check_loc(self, loc), ctx.head_num, ctx.page_size, self.alpha)
-        return x
+        field = self._checked(x)
+        _fill_p(plain(field), check_loc(self, loc), ctx.head_num, ctx.page_size, self.alpha)
+        return field
 
     def on_segment(self, x: Any, loc: Any = None, ctx: Any = None) -> SegmentTensor:
-        x = segment_tensor(self, x)
-        checks.format_of(self, "operand", x, FORMAT.PAGED)
-        x.fill(float(self.alpha), torch.full((1, *x.inner), float(self.alpha)))
-        return x
+        field = segment_tensor(self, x)
+        checks.format_of(self, "operand", field, FORMAT.PAGED)
+        field.fill(float(self.alpha), torch.full((1, *field.inner), float(self.alpha)))
+        return field
 
     def _checked(self, x: Any) -> vTensor:
-        x = checks.operand(self, "operand", x)
-        checks.format_of(self, "operand", x, FORMAT.PAGED)
-        return x
+        field = checks.operand(self, "operand", x)
+        checks.format_of(self, "operand", field, FORMAT.PAGED)
+        return field

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from kvsieve.errors import ConfigError
+from kvsieve.errors import ConfigError, FlowError
+
+REMEDY = "pass what the docstring says"
 
 
-class OpError(ConfigError, AssertionError):
-    """An op that is called with operands it cannot take: type, rank, format, shape or device."""
+class OpError(FlowError, AssertionError):
+    """An op that is called with operands it cannot take: type, rank, format, shape or device.
+
+    Args:
+        message: ``where: problem`` or ``where: problem; remedy``.
+    """
+
+    def __init__(self, message: str) -> None:
+        where, _, rest = message.partition(": ")
+        problem, _, remedy = rest.rpartition("; ")
+        super().__init__(where, *((problem, remedy) if problem else (remedy, REMEDY)))
+
+
+class UnknownField(OpError, AttributeError):
+    """A context field that has no value while a flow is traced."""
 
 
 class PageSizeError(ConfigError, AssertionError):

@@ -124,4 +124,5 @@ def conv1d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         weight = torch.cat([weight, torch.zeros_like(weight[:1])])
     kernel = weight.flatten(1).t()[:, None, :]
     rows = torch.nn.functional.conv1d(x.flatten(1).t(), kernel, padding=taps // 2, groups=kernel.shape[0])
-    return rows.t().unflatten(1, tuple(x.shape[1:]))
+    result: torch.Tensor = rows.t().unflatten(1, tuple(x.shape[1:]))
+    return result

@@ -82,7 +82,8 @@ class ElementwiseBinary(RowOp):
         return self.broadcast(*shapes)
 
     def rows(self, *operands: torch.Tensor, alpha: float, beta: float) -> torch.Tensor:
-        return maths.BINARY[self.op_type](*operands, alpha, beta)
+        x, y = operands
+        return maths.BINARY[self.op_type](x, y, alpha, beta)
 
 
 class Where(ElementwiseBinary):
@@ -188,7 +189,8 @@ class Reshaped(RowOp):
         return self.shape
 
     def rows(self, *operands: torch.Tensor, alpha: float, beta: float) -> torch.Tensor:
-        return operands[0].flatten(1).unflatten(1, self.shape)
+        shaped: torch.Tensor = operands[0].flatten(1).unflatten(1, self.shape)
+        return shaped
 
 
 class Kronecker(RowOp):
@@ -213,7 +215,8 @@ class Kronecker(RowOp):
         return (product[0] if 1 in self.dim else common[0]), (product[1] if 2 in self.dim else common[1])
 
     def rows(self, *operands: torch.Tensor, alpha: float, beta: float) -> torch.Tensor:
-        return maths.kron(*operands, self.dim)
+        x, y = operands
+        return maths.kron(x, y, self.dim)
 
 
 class Mask(RowOp):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvsieve.compat.vortex.core.errors import FormatError, OpError
+from kvsieve.compat.vortex.core.errors import FormatError, OpError, UnknownField
 from kvsieve.compat.vortex.core.formats import FORMAT
 from kvsieve.compat.vortex.utils import Mode
 
@@ -135,8 +135,8 @@ class SegmentContext:
         self.scores: torch.Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
-        raise OpError(
-            f"ctx.{name} is not known while a flow is traced: it would have to be the same for every request and step; "
+        raise UnknownField(
+            f"ctx.{name}: not known while a flow is traced: it would have to be the same for every request and step; "
             "make it a constructor argument of the flow"
         )
 

@@ -82,7 +82,7 @@ class Context(ContextBase):
 
 def number(ctx: Any, name: str) -> int:
     """An integer field of a context; 0 while nobody has set it."""
-    value = getattr(ctx, name, UNSET)
+    value: Any = getattr(ctx, name, UNSET)
     return 0 if value is UNSET or value is None else int(value)
 
 

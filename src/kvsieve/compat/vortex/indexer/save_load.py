@@ -19,21 +19,20 @@ class Save(vOp):
         return self._checked(x, o)[1]
 
     def execute(self, x: Any, o: Any, ctx: Any = None) -> vTensor:
-        x, o = self._checked(x, o)
-        work = work_of(ctx)
+        source, target = self._checked(x, o)
+        work, field = work_of(ctx), plain(target)
         rows = rows_of(FORMAT.PAGED, work, ctx)
-        field = plain(o)
-        field[rows] = plain(x).index_select(0, work.positions).to(field.dtype)
-        return o
+        field[rows] = plain(source).index_select(0, work.positions).to(field.dtype)
+        return target
 
     def on_segment(self, x: Any, o: Any, ctx: Any = None) -> SegmentTensor:
-        x, o = segment_tensor(self, x), segment_tensor(self, o)
-        self._check_formats(x, o)
-        checks.same_inner(self, "field", o, x.inner)
-        if o.name is None:
+        source, field = segment_tensor(self, x), segment_tensor(self, o)
+        self._check_formats(source, field)
+        checks.same_inner(self, "field", field, source.inner)
+        if field.name is None:
             raise OpError("Save: field: expected a field of the cache, received a tensor that was computed")
-        ctx.saved[o.name] = o.data = x.data
-        return o
+        ctx.saved[field.name] = field.data = source.data
+        return field
 
     def _checked(self, x: Any, o: Any) -> tuple[vTensor, vTensor]:
         x, o = checks.operand(self, "operand", x), checks.operand(self, "field", o)

@@ -39,34 +39,36 @@ class Scan(vOp):
         raise NotImplementedError
 
     def profile(self, x: Any, ctx: Any = None) -> vTensor:
-        x = self._checked(x)
+        operand = self._checked(x)
         if self.in_place:
-            return x
-        out = plain(x).new_empty(number(ctx, "max_num_pages"), *checks.inner(x))
+            return operand
+        out = plain(operand).new_empty(number(ctx, "max_num_pages"), *checks.inner(operand))
         ctx.add_aux_memory(out)
         return as_vtensor(out, FORMAT.RAGGED)
 
     def execute(self, x: Any, ctx: Any = None) -> vTensor:
-        x = self._checked(x)
-        out = x if self.in_place else as_vtensor(plain(x).new_empty(listing_rows(ctx), *checks.inner(x)), FORMAT.RAGGED)
+        operand = self._checked(x)
+        source, out = plain(operand), operand
+        if not self.in_place:
+            out = as_vtensor(source.new_empty(listing_rows(ctx), *checks.inner(operand)), FORMAT.RAGGED)
         windows = windows_of(ctx)
         if windows is not None:
-            store_windows(plain(out), windows, self.along(over_windows(plain(x), windows, self.fill, self.before)))
+            store_windows(plain(out), windows, self.along(over_windows(source, windows, self.fill, self.before)))
         return out
 
     def on_segment(self, x: Any, ctx: Any = None) -> SegmentTensor:
-        x = segment_tensor(self, x)
-        checks.format_of(self, "operand", x, FORMAT.RAGGED)
-        value = self.along(self.before(x.data))
+        operand = segment_tensor(self, x)
+        checks.format_of(self, "operand", operand, FORMAT.RAGGED)
+        value = self.along(self.before(operand.data))
         if not self.in_place:
             return SegmentTensor(value, FORMAT.RAGGED)
-        x.data = value
-        return x
+        operand.data = value
+        return operand
 
     def _checked(self, x: Any) -> vTensor:
-        x = checks.operand(self, "operand", x)
-        checks.format_of(self, "operand", x, FORMAT.RAGGED)
-        return x
+        operand = checks.operand(self, "operand", x)
+        checks.format_of(self, "operand", operand, FORMAT.RAGGED)
+        return operand
 
 
 class Softmax(Scan):
@@ -119,4 +121,5 @@ class Conv1d(Scan):
             return maths.conv1d(x, weight)
         many = x.shape[1]  # segments side by side: channels of their own
         rows = maths.conv1d(x.flatten(1, 2), weight.repeat(1, many, 1))
-        return rows.unflatten(1, (many, x.shape[2]))
+        result: torch.Tensor = rows.unflatten(1, (many, x.shape[2]))
+        return result
