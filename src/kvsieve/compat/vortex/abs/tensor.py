@@ -27,8 +27,14 @@ class vTensor(torch.Tensor):
     def __new__(cls, data: Any, _format: FORMAT = FORMAT.BATCHED, tensor_id: int | None = None) -> vTensor:
         return as_vtensor(data, _format, tensor_id)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"vTensor(format={self._format}, {plain(self)!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> vTensor:
+        return as_vtensor(plain(self).clone(), self._format, self.tensor_id)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return as_vtensor, (plain(self), self._format, self.tensor_id)
 
     @classmethod
     def __torch_function__(
