@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,9 +81,9 @@ class World:
     def ints(self, size: int) -> torch.Tensor:
         return torch.full((size,), -7, dtype=torch.int32, device=self.device)
 
-    def plan(self) -> Context:
-        """The context with this step's lists."""
-        lens = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
+    def plan(self, lengths: Sequence[int] | None = None) -> Context:
+        """The context with this step's lists; ``lengths``: tokens so far, if not all."""
+        lens = torch.tensor(list(lengths or self.lengths), dtype=torch.int32, device=self.device)
         plan_decode(lens, self.req_to_token.to(self.device), self.req_indices.to(self.device), self.ctx)
         return self.ctx
 

@@ -17,7 +17,9 @@ class OpError(FlowError, AssertionError):
     def __init__(self, message: str) -> None:
         where, _, rest = message.partition(": ")
         problem, _, remedy = rest.rpartition("; ")
-        super().__init__(where, *((problem, remedy) if problem else (remedy, REMEDY)))
+        problem, remedy = (problem, remedy) if problem else (remedy, REMEDY)
+        super().__init__(where, problem, remedy)
+        self.problem = f"{where}: {problem}"  # the trace replaces where by the flow's method
 
 
 class UnknownField(OpError, AttributeError):
