@@ -261,7 +261,9 @@ def test_errors_of_the_trace_name_the_users_line(tmp_path: Path) -> None:
         I.topK()(score, o, ctx=ctx)
     """
     flow = load_flow(flow_file(tmp_path, body))
-    with pytest.raises(FlowError, match=r"mine.py:21: Mine.score: GeMM: expected x \[Nx, K\] and y \[Ny, K\] with one K"):
+    with pytest.raises(
+        FlowError, match=r"mine.py:21: Mine.score: GeMM: expected x \[Nx, K\] and y \[Ny, K\] with one K"
+    ):
         trace_flow(flow, Geometry(5, 20, 20, 3))
 
 

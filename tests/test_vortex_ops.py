@@ -64,7 +64,10 @@ UNARY: dict[str, tuple[Any, Formula]] = {
     "L2Norm 1": (lambda m: m.L2Norm(1), lambda x: (x**2).sum(0, keepdim=True).sqrt()),
     "L2Norm 2": (lambda m: m.L2Norm(2), lambda x: (x**2).sum(1, keepdim=True).sqrt()),
     "Reshape": (lambda m: m.Reshape(-1, 6, 2), lambda x: x.reshape(6, 2)),
-    "MaskSlice 1": (lambda m: m.MaskSlice(1, 3, 1, A, B), lambda x: torch.where(torch.arange(4) % 3 > 0, A, B)[:, None] + 0 * x),
+    "MaskSlice 1": (
+        lambda m: m.MaskSlice(1, 3, 1, A, B),
+        lambda x: torch.where(torch.arange(4) % 3 > 0, A, B)[:, None] + 0 * x,
+    ),
     "MaskSlice 2": (lambda m: m.MaskSlice(0, 1, 2, A, B), lambda x: torch.where(torch.arange(3) < 1, A, B) + 0 * x),
 }
 INDEXER_ONLY: dict[str, tuple[Any, Formula]] = {
@@ -93,7 +96,12 @@ INDEXER_BINARY: dict[str, tuple[Any, tuple[int, int], tuple[int, int], Formula]]
     "GeMV": (lambda m: m.GeMV(), (1, 7), (1, 7), lambda x, y: (x * y).sum().reshape(1, 1)),
     "Kron": (lambda m: m.Kron(), (2, 3), (4, 2), kron),
     "Kron 1": (lambda m: m.Kron(dim=1), (2, 3), (4, 3), rows_kron),
-    "Kron 2": (lambda m: m.Kron(dim=2), (4, 3), (1, 2), lambda x, y: torch.cat([x[:, i : i + 1] * y for i in range(3)], 1)),
+    "Kron 2": (
+        lambda m: m.Kron(dim=2),
+        (4, 3),
+        (1, 2),
+        lambda x, y: torch.cat([x[:, i : i + 1] * y for i in range(3)], 1),
+    ),
 }
 SOURCES = {"b": World.batched, "r": World.ragged, "p": World.paged}
 PAIRS = ("bb", "br", "bp", "rb", "rr", "rp", "pb", "pr", "pp")
@@ -142,7 +150,9 @@ def test_indexer_unary(name: str, kind: str, dtype: torch.dtype) -> None:
 def test_indexer_binary(name: str, kinds: str) -> None:
     make, x, y, formula = {**BINARY, **INDEXER_BINARY}[name]
     world = World(dtype=torch.bfloat16 if name in ("Add", "GeMM") else torch.float32)
-    check_indexer(world, make(indexer), [SOURCES[kind](world, *d) for kind, d in zip(kinds, (x, y), strict=True)], formula)
+    check_indexer(
+        world, make(indexer), [SOURCES[kind](world, *d) for kind, d in zip(kinds, (x, y), strict=True)], formula
+    )
 
 
 def along_window(world: World, x: Any) -> dict[int, torch.Tensor]:
@@ -375,26 +385,39 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "broadcast": (lambda c: indexer.Add()(empty(RAGGED, 2, 3), empty(RAGGED, 4, 3), ctx=c), "broadcast"),
     "contraction": (lambda c: indexer.GeMM()(empty(BATCHED, 2, 3), empty(PAGED, 2, 4), ctx=c), "with one K"),
     "GeMV of many": (lambda c: indexer.GeMV()(empty(BATCHED, 2, 3), empty(PAGED, 1, 3), ctx=c), "GeMM takes more"),
-    "softmax of pages": (lambda c: indexer.Softmax()(empty(PAGED, 1, 1), ctx=c), "expected format RAGGED, received PAGED"),
+    "softmax of pages": (
+        lambda c: indexer.Softmax()(empty(PAGED, 1, 1), ctx=c),
+        "expected format RAGGED, received PAGED",
+    ),
     "dim 0 of q": (lambda c: indexer.Mean(0)(empty(BATCHED, 1, 1), ctx=c), "expected format RAGGED, received BATCHED"),
     "dim 3": (lambda c: indexer.Mean(3), "expected dim in"),
     "cache dim 0": (lambda c: cache_side.Mean(0), "expected dim in"),
     "softmax dim": (lambda c: indexer.Softmax(dim=1), "expected dim 0"),
     "score shape": (lambda c: indexer.topK()(empty(RAGGED, 1, 2), empty(RAGGED, 1, 1), ctx=c), r"\(1, 1\)"),
-    "score format": (lambda c: indexer.topK()(empty(PAGED, 1, 1), empty(RAGGED, 1, 1), ctx=c), "expected format RAGGED"),
+    "score format": (
+        lambda c: indexer.topK()(empty(PAGED, 1, 1), empty(RAGGED, 1, 1), ctx=c),
+        "expected format RAGGED",
+    ),
     "save format": (lambda c: indexer.Save()(empty(RAGGED, 1, 1), empty(RAGGED, 1, 1), ctx=c), "expected format PAGED"),
-    "save shape": (lambda c: indexer.Save()(empty(RAGGED, 1, 2), empty(PAGED, 1, 1), ctx=c), r"expected inner shape \(1, 2\)"),
+    "save shape": (
+        lambda c: indexer.Save()(empty(RAGGED, 1, 2), empty(PAGED, 1, 1), ctx=c),
+        r"expected inner shape \(1, 2\)",
+    ),
     "load format": (lambda c: indexer.Load()(empty(RAGGED, 1, 2), ctx=c), "expected format PAGED"),
     "number": (lambda c: indexer.Add()(empty(RAGGED, 1, 2), ctx=c), "expected 2 operand"),
     "reshape": (lambda c: indexer.Reshape(-1, 2, 2)(empty(RAGGED, 1, 3), ctx=c), "expected 4 elements a row"),
     "no context": (lambda c: indexer.Relu()(empty(RAGGED, 1, 3)), "expected ctx="),
     "output shape": (
-        lambda c: cache_side.Mean()(empty(PAGED, 5, 3), empty(PAGED, 5, 3), loc=torch.zeros(0, dtype=torch.int64), ctx=c),
+        lambda c: cache_side.Mean()(
+            empty(PAGED, 5, 3), empty(PAGED, 5, 3), loc=torch.zeros(0, dtype=torch.int64), ctx=c
+        ),
         r"output: expected inner shape \(1, 3\)",
     ),
     "loc": (lambda c: cache_side.Fill()(empty(PAGED, 5, 3), loc=None, ctx=c), "loc: expected token slots"),
     "interleave": (
-        lambda c: cache_side.MeanInterleave(1, 2)(empty(PAGED, 5, 3), None, loc=torch.zeros(0, dtype=torch.int64), ctx=c),
+        lambda c: cache_side.MeanInterleave(1, 2)(
+            empty(PAGED, 5, 3), None, loc=torch.zeros(0, dtype=torch.int64), ctx=c
+        ),
         "divisible by k=2",
     ),
 }

@@ -126,7 +126,9 @@ def test_head_major_transposition() -> None:
     x, indptr = torch.arange(7 * 3 * 2.0).view(7, 3, 2), torch.tensor([0, 4, 7])
     out = torch.empty_like(x)
     chunkwise_nh2hn_transpose(x, out, indptr)
-    assert torch.equal(out, torch.cat([x[:4].transpose(0, 1).flatten(0, 1), x[4:].transpose(0, 1).flatten(0, 1)]).view_as(x))
+    assert torch.equal(
+        out, torch.cat([x[:4].transpose(0, 1).flatten(0, 1), x[4:].transpose(0, 1).flatten(0, 1)]).view_as(x)
+    )
     back = torch.empty_like(x)
     chunkwise_hn2nh_transpose(out, back, indptr)
     assert torch.equal(back, x)

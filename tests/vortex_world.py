@@ -126,7 +126,9 @@ class World:
         x[rows] = self.random_tensor(len(rows), d0, d1)
         return as_vtensor(x, PAGED)
 
-    def write_kv(self, pool: dict[str, Any], request: int, first: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def write_kv(
+        self, pool: dict[str, Any], request: int, first: int, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
         """Store tokens ``first ..`` of a request, k and v [n, heads, D]; returns their slots."""
         loc = torch.tensor(self.slots[request][first : first + len(k)], dtype=torch.int64, device=self.device)
         set_kv_buffer_launcher(pool["k"], pool["v"], k, v, loc, self.page_size)
@@ -135,9 +137,7 @@ class World:
     def pool(self, fields: dict[str, tuple[int, int]]) -> dict[str, Any]:
         """Fields full of NaN."""
         return {
-            name: as_vtensor(
-                torch.full((self.rows, *shape), float("nan"), dtype=self.dtype, device=self.device), PAGED
-            )
+            name: as_vtensor(torch.full((self.rows, *shape), float("nan"), dtype=self.dtype, device=self.device), PAGED)
             for name, shape in fields.items()
         }
 

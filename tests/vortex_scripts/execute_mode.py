@@ -76,7 +76,7 @@ def main():
     check_fill(options.device)
     error, largest, overlap, moved = run(1 - 2**-6, options.device, options.seed)
     print(f"decay 0.984375: rel. error {error:.2e}, max {largest:.1f}, top-{TOPK} {overlap:.0%}, moved {moved:.1e}")
-    good = error < 0.02 and 16.5 <= largest <= 18.8 and overlap >= 0.93 and moved > 1e-4
+    good = error < 0.03 and 16.5 <= largest <= 18.8 and overlap >= 0.93 and moved > 1e-4
     error, largest, overlap, _ = run(1.0, options.device, options.seed)
     print(f"decay 1.0: rel. error {error:.2e}, max {largest:.1f}, top-{TOPK} {overlap:.0%}")
     good = good and 0.39 <= error <= 0.43 and largest <= 130
