@@ -38,6 +38,10 @@ def rows_kron(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.stack([a * b for a in x for b in y])
 
 
+def columns_kron(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x[:, i : i + 1] * y for i in range(x.shape[1])], 1)
+
+
 def groups(function: Formula, k: int) -> Formula:
     return lambda x: torch.stack([function(x[i : i + k], 0) for i in range(0, len(x), k)])
 
@@ -100,7 +104,7 @@ INDEXER_BINARY: dict[str, tuple[Any, tuple[int, int], tuple[int, int], Formula]]
         lambda m: m.Kron(dim=2),
         (4, 3),
         (1, 2),
-        lambda x, y: torch.cat([x[:, i : i + 1] * y for i in range(3)], 1),
+        columns_kron,
     ),
 }
 SOURCES = {"b": World.batched, "r": World.ragged, "p": World.paged}
@@ -379,6 +383,7 @@ def test_profile_allocates_and_counts() -> None:
     assert (ctx._aux_total_bytes, ctx._aux_total_flops) == (0, 0)
 
 
+NO_TOKENS = torch.zeros(0, dtype=torch.int64)
 WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "plain tensor": (lambda c: indexer.Relu()(torch.zeros(0, 1, 1), ctx=c), "expected a vTensor, received Tensor"),
     "rank": (lambda c: indexer.Relu()(as_vtensor(torch.zeros(2, 2)), ctx=c), r"expected rank 3.*\[2, 2\]"),
@@ -387,7 +392,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "GeMV of many": (lambda c: indexer.GeMV()(empty(BATCHED, 2, 3), empty(PAGED, 1, 3), ctx=c), "GeMM takes more"),
     "softmax of pages": (
         lambda c: indexer.Softmax()(empty(PAGED, 1, 1), ctx=c),
-        "expected format RAGGED, received PAGED",
+        "RAGGED, received PAGED",
     ),
     "dim 0 of q": (lambda c: indexer.Mean(0)(empty(BATCHED, 1, 1), ctx=c), "expected format RAGGED, received BATCHED"),
     "dim 3": (lambda c: indexer.Mean(3), "expected dim in"),

@@ -1,4 +1,4 @@
-"""A small engine of vortex_torch's kind: a pool, permuted tables, a planned step; all memory that is not listed is NaN."""
+"""A small engine of vortex_torch's kind: a pool, permuted tables, a planned step; memory that is not listed is NaN."""
 
 from __future__ import annotations
 
