@@ -118,6 +118,11 @@ class Layers:
         self, index: int, head_dim: int, v_head_dim: int, group: int, scale: float, device: torch.device
     ) -> tuple[FlowGraphs, Any]:
         wanted = extra_parameters(self.flow)
+        if self.flow.equal_widths and head_dim != v_head_dim:
+            raise ConfigError(
+                f"layer {index}: flow {self.flow!r} requires keys and values of one width, received {head_dim} and "
+                f"{v_head_dim}"
+            )
         geometry = Geometry(
             self.page_size,
             head_dim,

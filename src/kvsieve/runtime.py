@@ -13,7 +13,7 @@ from kvsieve.backends import Backend, get_backend
 from kvsieve.budget import Budget, BudgetLike
 from kvsieve.call import Attended, Call, ReadStats
 from kvsieve.errors import ConfigError, NotCroppable
-from kvsieve.flow import Flow, build_flow, check_flow, choose_page_size
+from kvsieve.flow import Flow, check_flow, choose_page_size, load_flow
 from kvsieve.layers import Layer, Layers
 from kvsieve.mass import RequestMass
 from kvsieve.paging.table import CROP_ROWS, RequestId, RequestTables
@@ -25,7 +25,7 @@ class Runtime:
     """Runs a flow over requests; all layers share one runtime.
 
     Args:
-        flow: a flow, or the name of a registered one.
+        flow: a flow, the name of a registered one, or ``file.py:ClassName``.
         budget: pages attended per step, for all layers or per layer.
         page_size: tokens per page; None: the flow's own, else 16.
         num_blocks: blocks of the pool; None: it grows.
@@ -46,7 +46,7 @@ class Runtime:
         dense_layers: Collection[int] = (),
         backend: str | Backend = "eager",
     ) -> None:
-        self.flow = build_flow(flow) if isinstance(flow, str) else flow
+        self.flow = load_flow(flow) if isinstance(flow, str) else flow
         _check_arguments(self.flow, budget, num_blocks)
         self.page_size = choose_page_size(self.flow, page_size)
         for one in [budget] if isinstance(budget, Budget) else budget.values():

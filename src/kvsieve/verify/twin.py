@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -65,6 +65,8 @@ class Twin:
         spoil: bool = True,
         judged: float = 1.0,
     ) -> None:
+        if flow.equal_widths:
+            options = replace(options, shapes=tuple(replace(one, v_head_dim=one.head_dim) for one in options.shapes))
         self.flow, self.budget, self.options, self.spoil = flow, budget, options, spoil
         self.data = data or IidData(0)
         self.runtime = Runtime(
