@@ -1,13 +1,17 @@
-"""Every shipped flow on the eager backend beside the reference, over the whole grid of geometries, in float32.
+"""Every shipped flow on each backend beside the reference, over the whole grid of geometries, in float32.
 
 Flows × page sizes {1, 5, 16, 33} (or the flow's own) × groups {1, 3, 4, 7, 8, 24} × head_dims {64, 80, 128} × 1, 3
 and 5 KV heads, on one ragged batch with every boundary length. Layers of one runtime carry the KV heads, so that a
-geometry is traced once. All 1,404 cells run in the quick suite, about two minutes on one core:
+geometry is traced once. All 1,404 cells of the eager backend run in the quick suite, about two minutes on one core.
+The compiled backend runs a few there (odd geometries) and the whole grid among the slow ones: each geometry
+is compiled.
 
     pytest tests/test_eager_grid.py
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 
@@ -38,15 +42,13 @@ def boundary_lengths(page_size: int, budget: Budget) -> list[int]:
     return [max(2, length) for length in sorted(lengths - {0})]
 
 
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize(("name", "page_size"), CELLS)
-def test_eager_equals_the_reference(name: str, page_size: int, group: int) -> None:
+def compare_with_reference(backend: str, name: str, page_size: int, group: int, head_dims: Sequence[int]) -> None:
     budget = grid_budget(name)
     excused = 0
-    for head_dim in HEAD_DIMS:
+    for head_dim in head_dims:
         # V is as wide as K except in the last layer.
         shapes = [LayerShape(heads, group, head_dim, head_dim if heads < 5 else 48) for heads in KV_HEADS]
-        twin = Twin(name, budget, page_size, shapes, seed=group * 1000 + head_dim)
+        twin = Twin(name, budget, page_size, shapes, seed=group * 1000 + head_dim, backend=backend)
         lengths = boundary_lengths(page_size, budget)
         requests = twin.admit(len(lengths))
         twin.extend(requests, [length - 1 for length in lengths], compare=False)
@@ -55,6 +57,34 @@ def test_eager_equals_the_reference(name: str, page_size: int, group: int) -> No
         twin.check_storage()
         excused += twin.tally.excused
     assert excused <= 1, "rounding decides a selection here and there, not often"
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(("name", "page_size"), CELLS)
+def test_eager_equals_the_reference(name: str, page_size: int, group: int) -> None:
+    compare_with_reference("eager", name, page_size, group, HEAD_DIMS)
+
+
+FEW = [  # flow, page size, group, head_dim
+    ("block_sparse_attention", 33, 7, 80),
+    ("gqa_block_sparse_attention", 5, 3, 20),
+    ("gqa_quest_sparse_attention", 5, 7, 80),
+    ("gqa_h2o_sparse_attention", 1, 3, 64),
+    ("gqa_h2o_token_sparse_attention", 1, 3, 20),
+    ("streaming_llm", 5, 24, 80),
+]
+
+
+@pytest.mark.parametrize(("name", "page_size", "group", "head_dim"), FEW)
+def test_compiled_equals_the_reference(name: str, page_size: int, group: int, head_dim: int) -> None:
+    compare_with_reference("compiled", name, page_size, group, [head_dim])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(("name", "page_size"), CELLS)
+def test_compiled_equals_the_reference_everywhere(name: str, page_size: int, group: int) -> None:
+    compare_with_reference("compiled", name, page_size, group, HEAD_DIMS)
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvsieve.backends import eager
+from kvsieve.backends import attention
 from kvsieve.cli.app import run
 from kvsieve.verify.mutants import MUTANTS, Mutant
 from kvsieve.verify.mutants import hunt as hunting
@@ -64,7 +64,7 @@ def _attend_tokens(change: Any) -> Mutant:
     def factory(original: Any) -> Any:
         return lambda *arguments: change(*original(*arguments))
 
-    return Mutant("made up", None, eager, "attend_tokens", factory)
+    return Mutant("made up", None, attention, "attend_tokens", factory)
 
 
 def _refused(*results: Any) -> Any:

@@ -59,12 +59,27 @@ def test_every_row_of_the_table_is_used() -> None:
 
 @pytest.mark.parametrize("seed", range(0, FLOWS, 7))
 def test_flows_in_the_runtime_agree_with_the_reference(seed: int) -> None:
+    run_beside_the_reference(seed, "eager")
+
+
+@pytest.mark.parametrize("seed", [3, 58])
+def test_some_flows_compiled_agree_with_the_reference(seed: int) -> None:
+    run_beside_the_reference(seed, "compiled")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(FLOWS))
+def test_all_flows_compiled_agree_with_the_reference(seed: int) -> None:
+    run_beside_the_reference(seed, "compiled")
+
+
+def run_beside_the_reference(seed: int, backend: str) -> None:
     """Two prefill chunks and three steps of a ragged batch, two KV heads: outputs, lse, scores, selections."""
     flow, geometry = generated()[seed]
     torch.manual_seed(seed)
     p, budget = geometry.page_size, Budget(topk=1, sink=1, recent=1)
     lengths, heads = (1, 4 * p + 1, 6 * p + 2), 2
-    runtime = Runtime(flow, budget, page_size=p)
+    runtime = Runtime(flow, budget, page_size=p, backend=backend)
     requests = [runtime.admit() for _ in lengths]
     segments = [[ReferenceSegment(flow, budget, p, layer=geometry.layer) for _ in range(heads)] for _ in lengths]
 

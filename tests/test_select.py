@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsieve.backends.base import Selection
+from kvsieve.backends.compiled import native
 from kvsieve.backends.select import compose, order_key, top_pages
 from kvsieve.plan import Quota, Window
 from kvsieve.reference import rank
@@ -152,7 +153,14 @@ def select_batch(
             continue
         chosen = [sink + j for j in expected(scores[i], topk[i])]
         wanted.append([*range(sink), *chosen, *range(s - recent, s)])
-    return compose(best, quota, heads), wanted
+    composed = compose(best, quota, heads)
+    ranked = rows[:, None].expand(-1, heads, -1) if scored else None
+    compiled = native.select(ranked, quota, heads)
+    assert torch.equal(
+        compiled.pages[compiled.listed().expand(compiled.pages.shape)],
+        composed.pages[composed.listed().expand(composed.pages.shape)],
+    )
+    return composed, wanted
 
 
 @given(st.data())

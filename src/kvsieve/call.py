@@ -17,12 +17,12 @@ from kvsieve.mass import MassUpdate, RequestMass
 from kvsieve.paging.allocator import BlockId
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.table import RequestId, RequestTables
-from kvsieve.plan import Plan
+from kvsieve.plan import Plan, Quota
 
 
 @dataclass
 class ReadStats:
-    """What decode steps read, over all layers, counted from the index lists.
+    """What decode steps read, over all layers, counted from the lengths of the index lists.
 
     ``steps``: decode calls. ``kv_bytes``: K and V of the selected tokens. ``field_bytes``: what ``score`` read and
     wrote. ``dense_bytes``: K and V that dense attention would have read.
@@ -117,7 +117,7 @@ class Call:
         options = AttentionOptions(scale, softcap, None if sinks is None else sinks.reshape(heads, state.group))
         plan = self._plan(k.device)
         writes, pool, backend = plan.writes, state.pool, self.host.backend
-        pool.write(writes.blocks, writes.offsets, k, v)
+        backend.write(pool, writes, k, v)
         pool.enter(writes.entered)
         if state.graphs is not None:
             backend.summarize(state.flow, pool, writes.filled)
@@ -135,13 +135,15 @@ class Call:
         quota = plan.quota(layer.budget or DENSE, scoring, bool(graphs and graphs.state_writes))
         scores = None
         if quota.window is not None:
-            scores = backend.score(layer.flow, q[quota.window.requests], pool, quota.window)
+            places = quota.window.requests
+            asked = q if len(places) == len(q) else q[places]
+            scores = backend.score(layer.flow, asked, pool, quota.window)
         selection = backend.select(scores, quota, pool.num_kv_heads)
         mass = layer.mass if layer.mass and layer.mass.update == "steps" else None
         out, lse, increment = backend.attend(q, pool, plan.rows, selection, replace(options, mass=mass))
         if increment is not None:
             self._add_mass(pool, plan, selection, increment)
-        self._count(layer, plan, selection, quota.window.total_pages if quota.window else 0)
+        self._count(layer, plan, quota)
         return Attended(out.flatten(1, 2), lse, selection, scores)
 
     def _count_prompts(self, layer: Layer, q: torch.Tensor, plan: Plan, options: AttentionOptions) -> None:
@@ -182,13 +184,13 @@ class Call:
         rows = torch.gather(plan.mass.table[:, None].expand(-1, pages.shape[1], -1), 2, pages)
         pool.add_mass(rows, increment * plan.mass.unit[:, None, None, None])
 
-    def _count(self, layer: Layer, plan: Plan, selection: Selection, scored_pages: int) -> None:
+    def _count(self, layer: Layer, plan: Plan, quota: Quota) -> None:
         pool, counted = layer.pool, self.host.counted
-        layer.tokens_read += selection.token_count(pool.page_size, plan.rows.lengths_tensor)
-        token = (pool.k.shape[-1] + pool.v.shape[-1]) * pool.dtype.itemsize
-        counted.dense_bytes += sum(plan.rows.lengths) * pool.num_kv_heads * token
-        if layer.graphs is not None:
-            counted.field_bytes += scored_pages * pool.num_kv_heads * layer.graphs.score_bytes_per_page(pool.dtype)
+        token = (pool.k.shape[-1] + pool.v.shape[-1]) * pool.dtype.itemsize * pool.num_kv_heads
+        counted.kv_bytes += quota.tokens * token
+        counted.dense_bytes += sum(plan.rows.lengths) * token
+        if quota.window is not None:
+            counted.field_bytes += quota.window.total_pages * pool.num_kv_heads * layer.score_bytes
 
     def _plan(self, device: torch.device) -> Plan:
         if device not in self._plans:

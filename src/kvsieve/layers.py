@@ -22,8 +22,8 @@ from kvsieve.paging.queries import KeptQueries
 class Layer:
     """A layer's memory and what runs on it; ``graphs``, ``flow`` and ``budget`` are None for a dense layer.
 
-    ``tokens_read``: K/V tokens that decode steps have read, int64 on the layer's device. ``queries``: those that do not
-    count in the attention mass yet.
+    ``score_bytes``: what ``score`` reads and writes per window page and KV head. ``queries``: those that do not count
+    in the attention mass yet.
     """
 
     pool: LayerPool
@@ -32,7 +32,7 @@ class Layer:
     flow: Any
     budget: Budget | None
     scale: float
-    tokens_read: torch.Tensor
+    score_bytes: int
     queries: KeptQueries
 
     @property
@@ -111,8 +111,8 @@ class Layers:
             graphs.summary_fields if graphs else {},
             graphs.state_fields if graphs else {},
         )
-        tokens_read = torch.zeros((), dtype=torch.int64, device=k.device)
-        return Layer(pool, group, graphs, flow, budget, scale, tokens_read, KeptQueries())
+        score_bytes = graphs.score_bytes_per_page(k.dtype) if graphs else 0
+        return Layer(pool, group, graphs, flow, budget, scale, score_bytes, KeptQueries())
 
     def _prepare(
         self, index: int, head_dim: int, v_head_dim: int, group: int, scale: float, device: torch.device

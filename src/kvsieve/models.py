@@ -6,23 +6,17 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvsieve.cache import cache_dir
 from kvsieve.errors import ConfigError, KvsieveError
 
 IMPLEMENTATION = "kvsieve"
 """The ``attn_implementation`` that the Transformers integration registers."""
-
-
-def cache_dir() -> Path:
-    """Where fetched models are kept: ``$KVSIEVE_CACHE``, or ``~/.cache/kvsieve``."""
-    configured = os.environ.get("KVSIEVE_CACHE")
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "kvsieve"
 
 
 def load_model(

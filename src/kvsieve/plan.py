@@ -6,7 +6,7 @@ Tensors are built from integers the host knows, so no backend ever waits for the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -67,14 +67,71 @@ class Window:
     mass_scale: torch.Tensor
     max_topk: int
     total_pages: int
+    _flat: dict[tuple[int, int, int], SegmentWindow] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def by_segment(self, heads: int, blocks: int, rows: int) -> SegmentWindow:
+        """The window for layers with so many KV heads and pools of so many blocks and state rows, made once."""
+        key = heads, blocks, rows
+        if key not in self._flat:
+            self._flat[key] = SegmentWindow(self, heads, blocks, rows)
+        return self._flat[key]
+
+
+class SegmentWindow:
+    """A window per segment, ``N = H * Bs`` head-major, as indices into storage ``[H * size, ...]``.
+
+    Every tensor is [N, W], W at least 2: a width of 1 would be compiled apart; ``mass_scale`` is [N, 1].
+    """
+
+    def __init__(self, window: Window, heads: int, num_blocks: int, num_rows: int) -> None:
+        self._window, self._heads, self._num_blocks, self._num_rows = window, heads, num_blocks, num_rows
+
+    @cached_property
+    def valid(self) -> torch.Tensor:
+        return self._repeated(self._window.valid)
+
+    @cached_property
+    def blocks(self) -> torch.Tensor:
+        return self._index(self._window.blocks, self._num_blocks)
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        return self._index(self._window.rows, self._num_rows)
+
+    @cached_property
+    def position(self) -> torch.Tensor:
+        return self._repeated(self._window.position)
+
+    @cached_property
+    def age(self) -> torch.Tensor:
+        return self._repeated(self._window.age)
+
+    @cached_property
+    def mass_scale(self) -> torch.Tensor:
+        return self._window.mass_scale.repeat(self._heads, 1)
+
+    def _index(self, places: torch.Tensor, size: int) -> torch.Tensor:
+        first = torch.arange(self._heads, device=places.device) * size
+        return (_two_wide(places) + first[:, None, None]).flatten(0, 1)
+
+    def _repeated(self, values: torch.Tensor) -> torch.Tensor:
+        return _two_wide(values).repeat(self._heads, 1)
+
+
+def _two_wide(values: torch.Tensor) -> torch.Tensor:
+    """[Bs, W] with a padded column if W is 1: index 0 is the null block or row, False is not valid."""
+    return values if values.shape[1] > 1 else torch.nn.functional.pad(values, (0, 1))
 
 
 @dataclass(frozen=True)
 class Quota:
     """How many pages each request of a step attends under one budget.
 
-    ``pages`` [B] (S), ``count`` [B] (pages attended), ``width`` the largest count. ``window`` is None when no request
-    is scored; ``sparse`` says whether any request leaves pages out.
+    ``pages`` [B] (S), ``count`` [B] (pages attended), ``width`` the largest count, ``tokens`` those in the attended
+    pages of all requests. ``window`` is None when no request is scored; ``sparse`` says whether any request leaves
+    pages out.
     """
 
     sink: int
@@ -84,6 +141,7 @@ class Quota:
     width: int
     sparse: bool
     window: Window | None
+    tokens: int = 0
 
 
 class Plan:
@@ -103,6 +161,8 @@ class Plan:
         lengths = tuple(entry.length for entry in entries)
         starts = tuple(length - count for length, count in zip(lengths, counts, strict=True))
         slots = torch.tensor([entry.slot for entry in entries])
+        self._last_blocks = [entry.blocks[-1] if entry.blocks else NULL_BLOCK for entry in entries]
+        self._stateful = tables.stateful
         width = max(tables.pages(length) for length in lengths)
         self._block_table = tables.blocks[slots, :width]
         self._row_table = tables.rows[slots, :width]
@@ -127,6 +187,10 @@ class Plan:
 
     def _writes(self, entered: Sequence[BlockId]) -> Writes:
         p = self.page_size
+        if all(count == 1 for count in self.rows.counts):  # a step: few integers, and no tensor op is as fast
+            places = [start % p for start in self.rows.starts]
+            full = [block for block, place in zip(self._last_blocks, places, strict=True) if place == p - 1]
+            return Writes(*(self._send(x) for x in (self._last_blocks, places, full, entered)))
         counts = torch.tensor(self.rows.counts)
         request = torch.repeat_interleave(torch.arange(len(counts)), counts)
         first = torch.cumsum(counts, 0) - counts
@@ -151,6 +215,8 @@ class Plan:
             max(counts),
             counts != pages,
             window,
+            # The last page, the only one that may be partial, is always attended.
+            sum(self.rows.lengths) - self.page_size * (sum(pages) - sum(counts)),
         )
 
     def _window(self, budget: Budget, scored: list[int], widths: list[int], topk: list[int]) -> Window:
@@ -159,7 +225,9 @@ class Plan:
         valid = torch.arange(width) < torch.tensor(widths)[:, None]
         columns = slice(budget.sink, budget.sink + width)
         blocks = torch.where(valid, self._block_table[requests, columns], int(NULL_BLOCK))
-        rows = torch.where(valid, self._row_table[requests, columns], int(NULL_BLOCK))
+        rows = blocks  # without state nobody reads them
+        if self._stateful:
+            rows = torch.where(valid, self._row_table[requests, columns], int(NULL_BLOCK))
         position = ((budget.sink + torch.arange(width)) * p).expand(len(scored), width)
         age = torch.tensor([self.rows.lengths[i] for i in scored])[:, None] - p - position
         return Window(
@@ -178,6 +246,8 @@ class Plan:
     def _send(self, values: torch.Tensor | Sequence[int]) -> torch.Tensor:
         """Host values on the plan's device; a CUDA copy is queued, never waited for."""
         tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.int64)
+        if self.device.type == "cpu":
+            return tensor
         if self.device.type != "cuda":
             return tensor.to(self.device)
         return tensor.contiguous().pin_memory().to(self.device, non_blocking=True)

@@ -209,11 +209,7 @@ class Runtime:
     @property
     def stats(self) -> ReadStats:
         """What decode steps have read so far."""
-        total = replace(self.counted)
-        for _, layer in self.layers.items():
-            pool = layer.pool
-            total.kv_bytes += int(layer.tokens_read) * (pool.k.shape[-1] + pool.v.shape[-1]) * pool.dtype.itemsize
-        return total
+        return replace(self.counted)
 
     def is_newest(self, call: Call) -> bool:
         """Whether layers may still attend this call."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from kvsieve.backends.base import Backend
+from kvsieve.backends.compiled import CompiledBackend
 from kvsieve.backends.eager import EagerBackend
 from kvsieve.errors import UnknownName
 
 __all__ = ["Backend", "backend_names", "get_backend"]
 
-_BACKENDS: dict[str, type[Backend]] = {"eager": EagerBackend}
+_BACKENDS: dict[str, type[Backend]] = {"eager": EagerBackend, "compiled": CompiledBackend}
 
 
 def backend_names() -> list[str]:

@@ -4,10 +4,43 @@ from __future__ import annotations
 
 import torch
 
-from kvsieve.backends.base import AttentionOptions
+from kvsieve.backends.base import AttentionOptions, Selection
+from kvsieve.paging.pool import LayerPool
+from kvsieve.plan import Rows
 
 MASS_ROWS = 128  # query rows at a time whose probabilities are added up
 PREFILL_ROWS = 1024  # query rows at a time where a mask is needed: bounds it to rows x length
+
+
+def attend_selected(
+    q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Attention over a selection, its tokens gathered: q [B, H, G, D] -> out [B, H, G, Dv], lse [B, H, G] float32.
+
+    With ``options.mass`` also what the step adds to the mass of the selected tokens [B, H, K, p].
+    """
+    batch, heads, group, _ = q.shape
+    pages = torch.where(selection.listed(), selection.pages, 0)
+    blocks = torch.gather(rows.table[:, None].expand(-1, heads, -1), 2, pages)
+    mask = selection.tokens(pool.page_size, rows.lengths_tensor)
+    out, lse, mass = attend_tokens(
+        q.transpose(0, 1).flatten(0, 1),
+        gather_selected(pool.k, blocks),
+        gather_selected(pool.v, blocks),
+        mask.transpose(0, 1).reshape(heads * batch, -1),
+        options,
+    )
+    shape = heads, batch, group
+    if mass is not None:
+        mass = mass.reshape(heads, batch, -1, pool.page_size).transpose(0, 1)
+    return out.reshape(*shape, -1).transpose(0, 1), lse.reshape(shape).transpose(0, 1), mass
+
+
+def prompt_mass(
+    q: torch.Tensor, pool: LayerPool, blocks: torch.Tensor, first: int, options: AttentionOptions
+) -> torch.Tensor:
+    """:func:`column_sums` of queries at positions ``first ..`` over the pages in ``blocks`` [S]."""
+    return column_sums(q, gather_pages(pool.k, blocks[None]).flatten(1, 2)[:, : first + len(q)], options)
 
 
 def attend_tokens(
@@ -56,6 +89,26 @@ def column_sums(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> 
     return total
 
 
+def prefill_requests(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: LayerPool, rows: Rows, options: AttentionOptions
+) -> torch.Tensor:
+    """Dense causal attention, request by request: q [T, H, G, D], k [T, H, D], v [T, H, Dv] -> [T, H, G, Dv]."""
+    out = []
+    first = 0
+    for index, (start, count, length) in enumerate(zip(rows.starts, rows.counts, rows.lengths, strict=True)):
+        new = slice(first, first + count)
+        first += count
+        if not count:
+            continue
+        if start == 0:
+            keys, values = k[new].transpose(0, 1), v[new].transpose(0, 1)
+        else:
+            pages = rows.table[index : index + 1, : -(-length // pool.page_size)]
+            keys, values = (gather_pages(field, pages).flatten(1, 2)[:, :length] for field in (pool.k, pool.v))
+        out.append(prefill_request(q[new], keys, values, options))
+    return torch.cat(out)
+
+
 def prefill_request(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
     """Causal attention of a request's last tokens: q [n, H, G, D], k [H, L, D], v [H, L, Dv] -> [n, H, G, Dv]."""
     n, heads, group, _ = q.shape
@@ -96,6 +149,21 @@ def attend_masked(
         lse = torch.logaddexp(lse, options.sinks.float().reshape(-1, 1, 1))
     probabilities = torch.where(logits == float("-inf"), 0.0, torch.exp(logits - lse))
     return torch.matmul(probabilities, v.float()).to(q.dtype)
+
+
+def gather_pages(field: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Rows of a head-major field [H, rows, *shape] for all heads alike: index [B, W] -> [H * B, W, *shape]."""
+    batch, width = index.shape
+    return field.index_select(1, index.flatten()).reshape(field.shape[0] * batch, width, *field.shape[2:])
+
+
+def gather_selected(field: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Tokens of pages that differ by head: field [H, rows, p, D], blocks [B, H, K] -> [H * B, K * p, D]."""
+    heads, rows, page_size, width = field.shape
+    base = torch.arange(heads, device=blocks.device) * rows
+    index = blocks.transpose(0, 1) + base[:, None, None]
+    picked = field.reshape(heads * rows, page_size, width).index_select(0, index.flatten())
+    return picked.reshape(heads * blocks.shape[0], -1, width)
 
 
 def _grouped(out: torch.Tensor, heads: int) -> torch.Tensor:

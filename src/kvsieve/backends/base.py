@@ -11,7 +11,10 @@ import torch
 from kvsieve.graph import FlowGraphs
 from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
-from kvsieve.plan import Quota, Rows, Window
+from kvsieve.plan import Quota, Rows, Window, Writes
+
+PHASES = ("write", "summarize", "score", "select", "attend")
+"""What a step does to a layer, in order."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,10 @@ class Backend(ABC):
 
     name: str
 
+    def kernels(self, pool: LayerPool) -> dict[str, str]:
+        """What runs each phase on a layer's pool, for reports."""
+        return dict.fromkeys(PHASES, "PyTorch ops")
+
     @abstractmethod
     def refusal(self, graphs: FlowGraphs) -> str | None:
         """Why this backend cannot run a flow; None if it can. There is no silent fallback."""
@@ -62,6 +69,10 @@ class Backend(ABC):
     @abstractmethod
     def prepare(self, graphs: FlowGraphs, device: torch.device) -> Any:
         """The flow in the form that ``summarize`` and ``score`` run."""
+
+    def write(self, pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store the call's tokens: k [T, H, D], v [T, H, Dv]."""
+        pool.write(writes.blocks, writes.offsets, k, v)
 
     @abstractmethod
     def summarize(self, flow: Any, pool: LayerPool, blocks: torch.Tensor) -> None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvsieve.backends.attention import attend_tokens, column_sums, prefill_request
+from kvsieve.backends.attention import attend_selected, gather_pages, prefill_requests, prompt_mass
 from kvsieve.backends.base import AttentionOptions, Backend, Selection
-from kvsieve.backends.select import compose, top_pages
+from kvsieve.backends.select import select_pages
 from kvsieve.graph import FlowGraphs
 from kvsieve.lower import Program, lower
 from kvsieve.mass import FIELDS as MASS_FIELDS
@@ -76,67 +76,22 @@ class EagerBackend(Backend):
         return scores.float().reshape(heads, batch, -1).transpose(0, 1)
 
     def select(self, scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
-        best = None
-        if scores is not None and quota.window is not None and quota.window.max_topk:
-            best = top_pages(scores, quota.window.valid, quota.window.topk, quota.window.max_topk)
-        return compose(best, quota, heads)
+        return select_pages(scores, quota, heads)
 
     def attend(
         self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        batch, heads, group, _ = q.shape
-        pages = torch.where(selection.listed(), selection.pages, 0)
-        blocks = torch.gather(rows.table[:, None].expand(-1, heads, -1), 2, pages)
-        mask = selection.tokens(pool.page_size, rows.lengths_tensor)
-        out, lse, mass = attend_tokens(
-            q.transpose(0, 1).flatten(0, 1),
-            gather_selected(pool.k, blocks),
-            gather_selected(pool.v, blocks),
-            mask.transpose(0, 1).reshape(heads * batch, -1),
-            options,
-        )
-        shape = heads, batch, group
-        if mass is not None:
-            mass = mass.reshape(heads, batch, -1, pool.page_size).transpose(0, 1)
-        return out.reshape(*shape, -1).transpose(0, 1), lse.reshape(shape).transpose(0, 1), mass
+        return attend_selected(q, pool, rows, selection, options)
 
     def prompt_mass(
         self, q: torch.Tensor, pool: LayerPool, blocks: torch.Tensor, first: int, options: AttentionOptions
     ) -> torch.Tensor:
-        return column_sums(q, gather_pages(pool.k, blocks[None]).flatten(1, 2)[:, : first + len(q)], options)
+        return prompt_mass(q, pool, blocks, first, options)
 
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: LayerPool, rows: Rows, options: AttentionOptions
     ) -> torch.Tensor:
-        out = []
-        first = 0
-        for index, (start, count, length) in enumerate(zip(rows.starts, rows.counts, rows.lengths, strict=True)):
-            new = slice(first, first + count)
-            first += count
-            if not count:
-                continue
-            if start == 0:
-                keys, values = k[new].transpose(0, 1), v[new].transpose(0, 1)
-            else:
-                pages = rows.table[index : index + 1, : -(-length // pool.page_size)]
-                keys, values = (gather_pages(field, pages).flatten(1, 2)[:, :length] for field in (pool.k, pool.v))
-            out.append(prefill_request(q[new], keys, values, options))
-        return torch.cat(out)
-
-
-def gather_pages(field: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows of a head-major field [H, rows, *shape] for all heads alike: index [B, W] -> [H * B, W, *shape]."""
-    batch, width = index.shape
-    return field.index_select(1, index.flatten()).reshape(field.shape[0] * batch, width, *field.shape[2:])
-
-
-def gather_selected(field: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Tokens of pages that differ by head: field [H, rows, p, D], blocks [B, H, K] -> [H * B, K * p, D]."""
-    heads, rows, page_size, width = field.shape
-    base = torch.arange(heads, device=blocks.device) * rows
-    index = blocks.transpose(0, 1) + base[:, None, None]
-    picked = field.reshape(heads * rows, page_size, width).index_select(0, index.flatten())
-    return picked.reshape(heads * blocks.shape[0], -1, width)
+        return prefill_requests(q, k, v, pool, rows, options)
 
 
 def _run(program: Program, valid: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

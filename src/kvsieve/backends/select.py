@@ -10,6 +10,14 @@ from kvsieve.plan import Quota
 INT32_MIN = -(2**31)
 
 
+def select_pages(scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
+    """Sink pages, the best of the window (scores [Bs, H, W]), recent pages; all pages under budget."""
+    best = None
+    if scores is not None and quota.window is not None and quota.window.max_topk:
+        best = top_pages(scores, quota.window.valid, quota.window.topk, quota.window.max_topk)
+    return compose(best, quota, heads)
+
+
 def order_key(scores: torch.Tensor) -> torch.Tensor:
     """float32 scores as int64 keys of the same order: -0 equals +0, NaN lies below -inf."""
     bits = (scores + 0.0).contiguous().view(torch.int32)  # + 0.0 turns -0 into +0

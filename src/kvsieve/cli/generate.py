@@ -8,10 +8,11 @@ from typing import Any
 
 import typer
 
+from kvsieve.backends import backend_names
 from kvsieve.cli.generation import Setup, find_parting, prepare, run_dense, run_sparse
 from kvsieve.cli.options import check_device, choose_budget, parse_dtype, parse_flow_arguments, parse_layers, read_file
 from kvsieve.cli.report import Comparison, print_report
-from kvsieve.errors import ConfigError
+from kvsieve.errors import ConfigError, UnknownName
 from kvsieve.flow import check_flow, choose_page_size, load_flow
 from kvsieve.models import load_model
 
@@ -32,6 +33,7 @@ def generate_command(
     max_new_tokens: int = typer.Option(64, min=1, help="tokens to generate, greedily"),
     dtype: str = typer.Option("fp32", help="fp32, bf16 or fp16"),
     device: str = typer.Option("cpu", help="cpu, cuda, cuda:1, ..."),
+    backend: str = typer.Option("eager", help="backend that runs the flow: eager or compiled"),
     compare: bool = typer.Option(False, help="run dense attention beside it and show where the texts part"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object and nothing else on stdout"),
 ) -> None:
@@ -42,13 +44,15 @@ def generate_command(
     check_flow(built, size, budget)
     text, layers, kind = read_prompt(prompt, prompt_file), parse_layers(skip_layers), parse_dtype(dtype)
     check_device(device)
+    if backend not in backend_names():
+        raise UnknownName("backend", backend, backend_names())
     quiet_transformers()
     loaded, tokenizer = load_model(model, dtype=kind, device=device)
     setup = prepare(loaded, tokenizer, text, max_new_tokens)
-    sparse = run_sparse(setup, built, budget, size, layers)
+    sparse = run_sparse(setup, built, budget, size, layers, backend)
     dense = run_dense(setup) if compare else None
     parting = find_parting(tokenizer, sparse.tokens, dense.tokens) if dense else None
-    words = setup_words(setup, model, dtype, device)
+    words = {**setup_words(setup, model, dtype, device), "backend": backend}
     result = Comparison(words, flow, repr(built), size, budget, sparse, dense, parting)
     if as_json:
         print(json.dumps(result.as_json(), ensure_ascii=False))

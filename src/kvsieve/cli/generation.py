@@ -98,12 +98,19 @@ def prepare(model: Any, tokenizer: Any, text: str, max_new_tokens: int) -> Setup
     return Setup(model, tokenizer, inputs, max_new_tokens)
 
 
-def run_sparse(setup: Setup, flow: Flow, budget: Budget, page_size: int, skip_layers: Sequence[int]) -> Run:
-    """Generate with a flow; the run carries the bytes counted by the cache."""
+def run_sparse(
+    setup: Setup, flow: Flow, budget: Budget, page_size: int, skip_layers: Sequence[int], backend: str = "eager"
+) -> Run:
+    """Generate with a flow on a backend; the run carries the bytes counted by the cache."""
     from kvsieve.integrations.transformers import SparseCache
 
     cache = SparseCache(
-        setup.model.config, flow=flow, budget=budget, page_size=page_size, skip_layers=list(skip_layers)
+        setup.model.config,
+        flow=flow,
+        budget=budget,
+        page_size=page_size,
+        skip_layers=list(skip_layers),
+        backend=backend,
     )
     setup.model.set_attn_implementation(IMPLEMENTATION)
     run = _generate(setup, flow_name(flow), past_key_values=cache)

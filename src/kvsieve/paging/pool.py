@@ -48,8 +48,15 @@ class LayerPool:
             for name, spec in state_fields.items()
         }
 
+    @property
+    def rows(self) -> int:
+        """State rows, the null row included; 0 if the flow has no state."""
+        return next((field.shape[1] for field in self.state.values()), 0)
+
     def reserve(self, blocks: int, rows: int) -> None:
         """Grow to at least this many blocks and rows; what was stored stays."""
+        if self.k.shape[1] >= blocks and (not self.state or self.rows >= rows):
+            return
         self.k, self.v = self._grown(self.k, blocks), self._grown(self.v, blocks)
         self.summaries = {name: self._grown(field, blocks) for name, field in self.summaries.items()}
         self.state = {name: self._grown(field, rows) for name, field in self.state.items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvsieve.backends import attention, eager
+from kvsieve.backends import attention
 from kvsieve.backends.base import AttentionOptions, Selection
 from kvsieve.backends.eager import EagerBackend
 from kvsieve.plan import Rows
@@ -50,15 +50,15 @@ def _first_sink(options: AttentionOptions) -> AttentionOptions:
 
 for where, target in (("steps", "attend_tokens"), ("prefill", "prefill_request")):
     for what, without in (("soft-cap", _no_softcap), ("sink logits", _no_sinks), ("the scale", _unscaled)):
-        fault(f"{where} drop {what}", 24, eager, target)(partial(_options_changed, change=without))
+        fault(f"{where} drop {what}", 24, attention, target)(partial(_options_changed, change=without))
 
 
-@fault("sink logits of KV head 0 serve all KV heads", 24, eager, "attend_tokens")
+@fault("sink logits of KV head 0 serve all KV heads", 24, attention, "attend_tokens")
 def _(original: Any) -> Any:
     return _options_changed(original, _first_sink)
 
 
-@fault("masked values are multiplied by 0, NaN outputs are cleaned up", 14, eager, "attend_tokens")
+@fault("masked values are multiplied by 0, NaN outputs are cleaned up", 14, attention, "attend_tokens")
 def _(original: Any) -> Any:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, options: Any) -> Pair:
         out, lse, mass = original(q, k, v, mask, options)
@@ -68,7 +68,7 @@ def _(original: Any) -> Any:
     return attend
 
 
-@fault("the partial page is hidden by adding -10,000", 15, eager, "attend_tokens")
+@fault("the partial page is hidden by adding -10,000", 15, attention, "attend_tokens")
 def _(original: Any) -> Any:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, options: Any) -> Pair:
         logits = attention._logits(torch.matmul(q.float(), k.float().transpose(1, 2)), options)
@@ -81,7 +81,7 @@ def _(original: Any) -> Any:
     return attend
 
 
-@fault("attention adds up in bfloat16", None, eager, "attend_tokens")
+@fault("attention adds up in bfloat16", None, attention, "attend_tokens")
 def _(original: Any) -> Any:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, options: Any) -> Pair:
         out, _, _ = original(q, k.bfloat16(), v.bfloat16(), mask, options)
@@ -98,17 +98,17 @@ def _lse_changed(original: Any, change: Callable[[torch.Tensor, AttentionOptions
     return attend
 
 
-@fault("lse is a logarithm to base 2", None, eager, "attend_tokens")
+@fault("lse is a logarithm to base 2", None, attention, "attend_tokens")
 def _(original: Any) -> Any:
     return _lse_changed(original, lambda lse, options: lse / math.log(2))
 
 
-@fault("lse of the unscaled logits", None, eager, "attend_tokens")
+@fault("lse of the unscaled logits", None, attention, "attend_tokens")
 def _(original: Any) -> Any:
     return _lse_changed(original, lambda lse, options: lse / options.scale)
 
 
-@fault("lse without the sink logits", 24, eager, "attend_tokens")
+@fault("lse without the sink logits", 24, attention, "attend_tokens")
 def _(original: Any) -> Any:
     def attend(q: Any, k: Any, v: Any, mask: Any, options: AttentionOptions) -> Pair:
         out, _, mass = original(q, k, v, mask, options)
@@ -117,7 +117,7 @@ def _(original: Any) -> Any:
     return attend
 
 
-@fault("head_dim is cut to a multiple of 8", 23, eager, "attend_tokens")
+@fault("head_dim is cut to a multiple of 8", 23, attention, "attend_tokens")
 def _(original: Any) -> Any:
     def attend(q: torch.Tensor, k: torch.Tensor, v: Any, mask: Any, options: Any) -> Any:
         width = max(1, q.shape[-1] // 8 * 8)
@@ -194,7 +194,7 @@ def _(original: Any) -> Any:
     return attend
 
 
-@fault("rows of the pool are counted in 15 bits", 20, eager, "gather_selected")
+@fault("rows of the pool are counted in 15 bits", 20, attention, "gather_selected")
 def _(original: Any) -> Any:
     def gather_selected(field: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
         gathered: torch.Tensor = original(field, blocks % 2**15)
@@ -203,7 +203,7 @@ def _(original: Any) -> Any:
     return gather_selected
 
 
-@fault("V is read with the row width of K", 33, eager, "gather_selected")
+@fault("V is read with the row width of K", 33, attention, "gather_selected")
 def _(original: Any) -> Any:
     widths = [0]
 

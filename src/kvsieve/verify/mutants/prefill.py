@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvsieve.backends import eager
+from kvsieve.backends import attention
 from kvsieve.backends.eager import EagerBackend
 from kvsieve.budget import Budget
 from kvsieve.call import Call
@@ -21,7 +21,7 @@ fault = TABLE.fault
 LIMIT = 2**15 - 1
 
 
-@fault("prefill repeats K heads in turn", 22, eager, "prefill_request")
+@fault("prefill repeats K heads in turn", 22, attention, "prefill_request")
 def _(original: Any) -> Any:
     def prefill_request(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Any) -> torch.Tensor:
         _, heads, group, _ = q.shape
@@ -32,7 +32,7 @@ def _(original: Any) -> Any:
     return prefill_request
 
 
-@fault("the causal mask of a later chunk starts at 0", 27, eager, "prefill_request")
+@fault("the causal mask of a later chunk starts at 0", 27, attention, "prefill_request")
 def _(original: Any) -> Any:
     def prefill_request(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Any) -> torch.Tensor:
         rows = q.shape[0]
@@ -42,7 +42,7 @@ def _(original: Any) -> Any:
     return prefill_request
 
 
-@fault("a chunk does not attend the past", 27, eager, "prefill_request")
+@fault("a chunk does not attend the past", 27, attention, "prefill_request")
 def _(original: Any) -> Any:
     def prefill_request(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Any) -> torch.Tensor:
         rows = q.shape[0]
@@ -52,7 +52,7 @@ def _(original: Any) -> Any:
     return prefill_request
 
 
-@fault("prefill sees one token ahead", None, eager, "prefill_request")
+@fault("prefill sees one token ahead", None, attention, "prefill_request")
 def _(original: Any) -> Any:
     def prefill_request(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Any) -> torch.Tensor:
         out: torch.Tensor = original(q, k, v, options)

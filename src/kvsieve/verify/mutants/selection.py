@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvsieve.backends import eager, select
+from kvsieve.backends import select
 from kvsieve.backends.base import Selection
 from kvsieve.backends.eager import EagerBackend
 from kvsieve.call import Call
@@ -130,7 +130,7 @@ def _(original: Any) -> Any:
     return order_key
 
 
-@fault("the newer page stays at equal rank", 16, eager, "top_pages")
+@fault("the newer page stays at equal rank", 16, select, "top_pages")
 def _(original: Any) -> Any:
     def top_pages(scores: torch.Tensor, valid: torch.Tensor, topk: torch.Tensor, most: int) -> torch.Tensor:
         width = scores.shape[-1]
@@ -140,7 +140,7 @@ def _(original: Any) -> Any:
     return top_pages
 
 
-@fault("ties are broken by chance", 18, eager, "top_pages")
+@fault("ties are broken by chance", 18, select, "top_pages")
 def _(original: Any) -> Any:
     random = torch.Generator().manual_seed(0)
 
@@ -153,7 +153,7 @@ def _(original: Any) -> Any:
     return top_pages
 
 
-@fault("pages that tie with the last chosen one are left out", 16, eager, "top_pages")
+@fault("pages that tie with the last chosen one are left out", 16, select, "top_pages")
 def _(original: Any) -> Any:
     def top_pages(scores: torch.Tensor, valid: torch.Tensor, topk: torch.Tensor, most: int) -> torch.Tensor:
         width = scores.shape[-1]
@@ -166,7 +166,7 @@ def _(original: Any) -> Any:
     return top_pages
 
 
-@fault("a page that ties is listed twice", 16, eager, "top_pages")
+@fault("a page that ties is listed twice", 16, select, "top_pages")
 def _(original: Any) -> Any:
     def top_pages(scores: torch.Tensor, valid: torch.Tensor, topk: torch.Tensor, most: int) -> torch.Tensor:
         width = scores.shape[-1]
@@ -178,7 +178,7 @@ def _(original: Any) -> Any:
     return top_pages
 
 
-@fault("padded pages are ranked with the real ones", 16, eager, "top_pages")
+@fault("padded pages are ranked with the real ones", 16, select, "top_pages")
 def _(original: Any) -> Any:
     def top_pages(scores: torch.Tensor, valid: torch.Tensor, topk: torch.Tensor, most: int) -> torch.Tensor:
         best: torch.Tensor = original(scores, torch.ones_like(valid), topk, most)
@@ -187,7 +187,7 @@ def _(original: Any) -> Any:
     return top_pages
 
 
-@fault("request 0's number of pages holds for the batch", 25, eager, "top_pages")
+@fault("request 0's number of pages holds for the batch", 25, select, "top_pages")
 def _(original: Any) -> Any:
     def top_pages(scores: torch.Tensor, valid: torch.Tensor, topk: torch.Tensor, most: int) -> torch.Tensor:
         best: torch.Tensor = original(scores, valid, topk[:1].expand_as(topk), most)

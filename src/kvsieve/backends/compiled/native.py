@@ -1,0 +1,101 @@
+"""The CPU kernels on tensors: attention over listed pages, page selection, storing tokens."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_double, c_int64, c_void_p
+
+import torch
+
+from kvsieve.backends.base import AttentionOptions, Selection
+from kvsieve.backends.compiled.build import library
+from kvsieve.paging.pool import LayerPool
+from kvsieve.plan import Quota, Rows, Writes
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""Dtypes of q, K and V that the kernels know, and their numbers there."""
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "heads", "group", "width_k", "width_v", "page_size")),
+        *(("q", c_void_p), ("q_batch", c_int64), ("q_head", c_int64), ("q_group", c_int64)),
+        *(("k", c_void_p), ("v", c_void_p), ("blocks", c_int64), ("table", c_void_p), ("table_batch", c_int64)),
+        *(("pages", c_void_p), ("pages_batch", c_int64), ("pages_head", c_int64)),
+        *((name, c_void_p) for name in ("counts", "lengths", "sinks", "out", "lse")),
+        *(("scale", c_double), ("softcap", c_double)),
+    )
+
+
+class _Choice(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "heads", "sink", "recent", "width")),
+        *((name, c_void_p) for name in ("pages", "counts", "scores")),
+        *((name, c_int64) for name in ("scores_batch", "scores_head", "scored")),
+        *(("requests", c_void_p), ("out", c_void_p)),
+    )
+
+
+class _Writing(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("tokens", "heads", "blocks", "page_size")),
+        *((name, c_void_p) for name in ("to_blocks", "offsets", "k", "v")),
+        *((name, c_int64) for name in ("k_token", "k_head", "v_token", "v_head", "k_bytes", "v_bytes")),
+        *(("pool_k", c_void_p), ("pool_v", c_void_p)),
+    )
+
+
+def attend(
+    q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [B, H, G, D] -> out [B, H, G, Dv] in q's dtype, lse [B, H, G] float32. Pages are read where they lie."""
+    batch, heads, group, width = q.shape
+    q = q if q.stride(3) == 1 else q.contiguous()
+    sinks = None if options.sinks is None else options.sinks.float().contiguous()
+    pages = selection.pages if selection.pages.stride(2) == 1 else selection.pages.contiguous()
+    k, v, table = pool.k, pool.v, rows.table
+    out = torch.empty(batch, heads, group, v.shape[3], dtype=q.dtype)
+    lse = torch.empty(batch, heads, group)
+    call = _Attention(
+        *(batch, heads, group, width, v.shape[3], pool.page_size),
+        *(q.data_ptr(), q.stride(0), q.stride(1), q.stride(2)),
+        *(k.data_ptr(), v.data_ptr(), k.shape[1], table.data_ptr(), table.stride(0)),
+        *(pages.data_ptr(), pages.stride(0), pages.stride(1)),
+        *(selection.count.data_ptr(), rows.lengths_tensor.data_ptr(), None if sinks is None else sinks.data_ptr()),
+        *(out.data_ptr(), lse.data_ptr(), options.scale, options.softcap or 0.0),
+    )
+    library().kvsieve_attend(ctypes.byref(call), c_int64(TYPES[q.dtype]))
+    return out, lse
+
+
+def select(scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
+    """Sink pages, the best of the window (scores float32 [Bs, H, W]), recent pages, for requests over budget."""
+    batch, window = quota.count.shape[0], quota.window
+    pages = torch.empty(batch, heads, quota.width, dtype=torch.int64)
+    used = scores if window is not None and window.max_topk else None
+    if used is not None and used.stride(2) != 1:
+        used = used.contiguous()
+    call = _Choice(
+        *(batch, heads, quota.sink, quota.recent, quota.width, quota.pages.data_ptr(), quota.count.data_ptr()),
+        *(
+            (None, 0, 0, 0, None)
+            if used is None or window is None
+            else (used.data_ptr(), used.stride(0), used.stride(1), used.shape[0], window.requests.data_ptr())
+        ),
+        pages.data_ptr(),
+    )
+    library().kvsieve_select(ctypes.byref(call))
+    return Selection(pages, quota.count)
+
+
+def write(pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Store tokens: k [T, H, D], v [T, H, Dv] at the call's places."""
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    size = k.element_size()
+    call = _Writing(
+        *(k.shape[0], k.shape[1], pool.k.shape[1], pool.page_size),
+        *(writes.blocks.data_ptr(), writes.offsets.data_ptr(), k.data_ptr(), v.data_ptr()),
+        *(k.stride(0) * size, k.stride(1) * size, v.stride(0) * size, v.stride(1) * size),
+        *(k.shape[2] * size, v.shape[2] * size, pool.k.data_ptr(), pool.v.data_ptr()),
+    )
+    library().kvsieve_write(ctypes.byref(call))

@@ -1,0 +1,7 @@
+"""Speed of a decode step, phase by phase, beside dense attention and the memory's own speed."""
+
+from kvsieve.bench.result import Case, DenseTime, FlowResult, Measurement, Phase
+from kvsieve.bench.run import run_bench
+from kvsieve.bench.setting import Setting, parse_budget
+
+__all__ = ["Case", "DenseTime", "FlowResult", "Measurement", "Phase", "Setting", "parse_budget", "run_bench"]

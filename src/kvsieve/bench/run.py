@@ -1,0 +1,94 @@
+"""Runs a measurement: verify, then time phases, whole steps and dense forms in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from kvsieve.backends.base import PHASES
+from kvsieve.bench.check import check_step
+from kvsieve.bench.dense import UNFAIR, Dense
+from kvsieve.bench.result import Case, DenseTime, FlowResult, Measurement, Phase
+from kvsieve.bench.setting import Setting
+from kvsieve.bench.stack import Stack
+from kvsieve.bench.timing import Clock, copy_bandwidth
+from kvsieve.dtypes import torch_name
+from kvsieve.flow import Flow, flow_name
+
+
+def run_bench(
+    flows: Sequence[Flow],
+    contexts: Sequence[int],
+    setting: Setting,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Measurement:
+    """Measure every flow at every context, and the two cases in which nothing is to be chosen.
+
+    Raises:
+        KvsieveError: a step does not agree with the float64 reference; no time is taken then.
+    """
+    plan = [(flow, _cases(flow, contexts, setting)) for flow in flows]
+    total, done = sum(len(cases) for _, cases in plan) * setting.repeats, 0
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    progress(0, total)
+    bandwidth = copy_bandwidth(torch.device(setting.device))
+    results = []
+    for flow, cases in plan:
+        measured = tuple(measure_case(flow, kind, context, setting, tick) for kind, context in cases)
+        results.append(FlowResult(flow_name(flow), setting.page_size_of(flow), measured))
+    return Measurement(describe(setting), bandwidth, tuple(results))
+
+
+def measure_case(
+    flow: Flow, kind: str, context: int, setting: Setting, tick: Callable[[], None] = lambda: None
+) -> Case:
+    """Verify one flow at one context, then time it and dense attention in turn."""
+    stack = Stack(flow, setting, context)
+    checked = check_step(stack)
+    pages, kept = int(stack.quota.pages[0]), int(stack.quota.count[0])
+    phases, sizes, kernels = stack.phases(), stack.bytes(), setting_kernels(stack)
+    dense = Dense(setting, stack.keys, stack.values)
+    forms = dense.forms()
+    runs = {**phases, "step": lambda layer: stack.step(), **forms}
+    clock = Clock(torch.device(setting.device), setting.layers, setting.repeats)
+    times = clock.measure(runs, {"step": stack.rewind}, tick)
+    rows = [Phase(name, *times[name], sizes[name], kernels[name]) for name in PHASES if name in phases]
+    moved = sum(sizes[name] for name in phases if name != "summarize")
+    moved += sizes["summarize"] // stack.runtime.page_size
+    median, least = (seconds / setting.layers for seconds in times["step"])
+    rows.append(Phase("step", median, least, moved, f"backend {setting.backend}, {setting.layers} layers a step"))
+    compared = tuple(DenseTime(name, *times[name], name != UNFAIR) for name in forms)
+    return Case(kind, context, pages, kept, tuple(rows), compared, checked)
+
+
+def setting_kernels(stack: Stack) -> dict[str, str]:
+    """What runs each phase."""
+    return stack.runtime.backend.kernels(stack.layer(0).pool)
+
+
+def describe(setting: Setting) -> dict[str, Any]:
+    """The setting, the software and the number of threads, as plain JSON values."""
+    words = {**asdict(setting), "dtype": torch_name(setting.dtype), "torch": torch.__version__}
+    words["threads"] = torch.get_num_threads()
+    if setting.device.startswith("cuda"):
+        words["gpu"] = torch.cuda.get_device_name(setting.device)
+    return words
+
+
+def _cases(flow: Flow, contexts: Sequence[int], setting: Setting) -> list[tuple[str, int]]:
+    """Contexts, and the two no-op cases: half a page below the budget, and exactly the budget."""
+    p, kept = setting.page_size_of(flow), setting.budget_of(flow).kept(0)
+    under = max(2, (kept - 3) * p - p // 2)
+    return [
+        *((("sparse" if -(-n // p) > kept else "under budget"), n) for n in contexts),
+        ("under budget", under),
+        ("budget = length", kept * p),
+    ]

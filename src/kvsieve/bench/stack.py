@@ -1,0 +1,180 @@
+"""A runtime with requests of a given length, and a step whose phases can be run one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvsieve.backends.base import AttentionOptions, Backend, Selection
+from kvsieve.bench.setting import Setting
+from kvsieve.call import DENSE, Attended
+from kvsieve.flow import Flow
+from kvsieve.layers import Layer
+from kvsieve.plan import Plan
+from kvsieve.runtime import RequestId, Runtime
+
+Draw = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Stack:
+    """Requests of ``context`` tokens, the newest of which came by a decode step, in every layer.
+
+    ``keys``, ``values`` [B, H, L, D] per layer: what a dense cache would hold. ``first``: the results of that step;
+    ``draws``: the q, k, v of it.
+    """
+
+    def __init__(self, flow: Flow, setting: Setting, context: int) -> None:
+        self.flow, self.setting, self.context = flow, setting, context
+        self.runtime = Runtime(
+            flow, setting.budget_of(flow), page_size=setting.page_size_of(flow), backend=setting.backend
+        )
+        self.requests = [self.runtime.admit() for _ in range(setting.batch)]
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.random = torch.Generator(setting.device).manual_seed(context)
+        self._fill(context - 1)
+        self.origin: list[RequestId] = []
+        self.draws = [self.draw(1) for _ in range(setting.layers)]
+        self.first = self.step()
+        for layer, (_, k, v) in enumerate(self.draws):
+            self.keys[layer] = torch.cat([self.keys[layer], k[:, :, None]], 2)
+            self.values[layer] = torch.cat([self.values[layer], v[:, :, None]], 2)
+        device = torch.device(setting.device)
+        self.plan = Plan(self.runtime.tables, self.requests, [1] * setting.batch, [], device)
+        self.options = AttentionOptions(setting.head_dim**-0.5)
+        self.quota = self._quota()
+
+    def layer(self, index: int) -> Layer:
+        """A layer of the runtime."""
+        return self.runtime.layers[index]
+
+    def draw(self, tokens: int) -> Draw:
+        """q [B * tokens, Hq, D], k and v [B * tokens, H, D]."""
+        s = self.setting
+        heads = (s.query_heads, s.kv_heads, s.kv_heads)
+        q, k, v = (
+            torch.randn(s.batch * tokens, h, s.head_dim, generator=self.random, device=s.device).to(s.dtype)
+            for h in heads
+        )
+        return q, k, v
+
+    def rewind(self) -> None:
+        """Keep the number of pages: steps run through the lengths of the last page, of which one in p fills it."""
+        p = self.runtime.page_size
+        if self.runtime.tables.stateful:  # a step cannot be undone there: each is made by a copy of the requests
+            if self.origin:
+                self.runtime.finish(self.requests)
+            self.origin = self.origin or self.requests
+            self.requests = [self.runtime.fork(request) for request in self.origin]
+        elif self.runtime.length(self.requests[0]) % p == 0:
+            pages = -(-self.context // p)
+            self.runtime.crop(self.requests, [(pages - 1) * p] * len(self.requests))
+
+    def step(self) -> list[Attended]:
+        """A decode step through all layers."""
+        call = self.runtime.step(self.requests)
+        return [call.attend(layer, *draw) for layer, draw in enumerate(self.draws)]
+
+    def phases(self) -> dict[str, Callable[[int], object]]:
+        """What a step does to a layer, each phase by itself."""
+        backend, plan, quota = self.runtime.backend, self.plan, self.quota
+        heads, queries = self.setting.kv_heads, [self._grouped(q) for q, _, _ in self.draws]
+        scores = [self._score(layer, queries[layer]) for layer in range(self.setting.layers)]
+        chosen: list[Selection] = [backend.select(one, quota, heads) for one in scores]
+        pages = torch.tensor([self.runtime.tables[one].blocks[0] for one in self.requests], device=self.setting.device)
+        runs: dict[str, Callable[[int], object]] = {
+            "write": lambda i: backend.write(self.layer(i).pool, plan.writes, *self.draws[i][1:]),
+            "summarize": lambda i: backend.summarize(self.layer(i).flow, self.layer(i).pool, pages),
+            "score": lambda i: self._score(i, queries[i]),
+            "select": lambda i: backend.select(scores[i], quota, heads),
+            "attend": lambda i: backend.attend(queries[i], self.layer(i).pool, plan.rows, chosen[i], self.options),
+        }
+        if not self.flow.summarize or self.context < 2 * self.runtime.page_size:
+            del runs["summarize"]
+        if quota.window is None:
+            del runs["score"]
+        return runs
+
+    def bytes(self) -> dict[str, int]:
+        """Bytes that each phase of a step has to move in one layer, by its index lists."""
+        s, quota, layer = self.setting, self.quota, self.layer(0)
+        token = 2 * s.head_dim * s.dtype.itemsize * s.kv_heads
+        window = quota.window.total_pages * s.kv_heads if quota.window else 0
+        fields = sum(spec.bytes(s.dtype) for spec in layer.graphs.summary_fields.values()) if layer.graphs else 0
+        read = self._summarize_reads() * self.runtime.page_size * s.head_dim * s.dtype.itemsize
+        listed = int(quota.count.sum()) * s.kv_heads * 8
+        return {
+            "write": 2 * s.batch * token,
+            "summarize": s.batch * s.kv_heads * (read + fields),
+            "score": window * layer.score_bytes,
+            "select": window * 4 + listed,
+            "attend": quota.tokens * token + listed,
+        }
+
+    def _summarize_reads(self) -> int:
+        """How many of K and V ``summarize`` reads."""
+        graphs = self.layer(0).graphs
+        return len(graphs.summarize.reads) if graphs and graphs.summarize else 0
+
+    def _grouped(self, q: torch.Tensor) -> torch.Tensor:
+        return q.view(len(q), self.setting.kv_heads, self.setting.group, -1)
+
+    def _score(self, index: int, q: torch.Tensor) -> torch.Tensor | None:
+        layer, window = self.layer(index), self.quota.window
+        if window is None:
+            return None
+        scores: torch.Tensor = self.runtime.backend.score(layer.flow, q, layer.pool, window)
+        return scores
+
+    def _quota(self) -> Any:
+        layer = self.layer(0)
+        scoring = layer.graphs is not None and layer.graphs.score is not None
+        return self.plan.quota(layer.budget or DENSE, scoring, bool(layer.graphs and layer.graphs.state_writes))
+
+    def _fill(self, tokens: int) -> None:
+        """Store the past without attending it: dense prefill of a long context would take minutes."""
+        backend, self.runtime.backend = self.runtime.backend, _Storing(self.runtime.backend)
+        s, counts = self.setting, [tokens] * self.setting.batch
+        call = self.runtime.extend(self.requests, counts)
+        nothing = torch.zeros(1, 1, 1, dtype=s.dtype, device=s.device)
+        for layer in range(s.layers):
+            _, k, v = self.draw(tokens)
+            q = nothing.expand(s.batch * tokens, s.query_heads, s.head_dim)
+            call.attend(layer, q, k, v)
+            for store, x in ((self.keys, k), (self.values, v)):
+                store.append(x.unflatten(0, (s.batch, tokens)).transpose(1, 2).contiguous())
+        self.runtime.backend = backend
+
+
+class _Storing(Backend):
+    """Writes and summarises as another backend does, and attends nothing."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.name, self._backend = backend.name, backend
+        self.write = backend.write  # type: ignore[method-assign]
+
+    def refusal(self, graphs: Any) -> str | None:
+        return self._backend.refusal(graphs)
+
+    def prepare(self, graphs: Any, device: torch.device) -> Any:
+        return self._backend.prepare(graphs, device)
+
+    def summarize(self, flow: Any, pool: Any, blocks: torch.Tensor) -> None:
+        self._backend.summarize(flow, pool, blocks)
+
+    def prefill(self, q: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return q
+
+    def score(self, *arguments: Any) -> Any:
+        raise NotImplementedError("it only stores")
+
+    def select(self, *arguments: Any) -> Any:
+        raise NotImplementedError("it only stores")
+
+    def prompt_mass(self, q: torch.Tensor, pool: Any, blocks: torch.Tensor, first: int, options: Any) -> torch.Tensor:
+        return torch.zeros(q.shape[1], first + len(q), device=q.device)
+
+    def attend(self, *arguments: Any) -> Any:
+        raise NotImplementedError("it only stores")

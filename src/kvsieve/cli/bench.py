@@ -1,0 +1,81 @@
+"""``kvsieve bench``: how fast a decode step is, phase by phase, beside dense attention, in one run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import typer
+
+from kvsieve.backends import backend_names
+from kvsieve.bench import Measurement, Setting, parse_budget, run_bench
+from kvsieve.bench.plot import check_plotting, plot_measurement
+from kvsieve.bench.setting import parse_heads
+from kvsieve.cli.bench_report import print_measurement
+from kvsieve.cli.options import check_device, parse_dtype
+from kvsieve.cli.terminal import progress_bar
+from kvsieve.errors import ConfigError, UnknownName
+from kvsieve.flow import load_flow
+
+DEFAULT_FLOWS = ("block_sparse_attention", "gqa_quest_sparse_attention")
+DEFAULT_CONTEXTS = (4096, 16384)
+FLOWS_HELP = f"registered name, or file.py:ClassName; may be repeated  [default: {', '.join(DEFAULT_FLOWS)}]"
+CONTEXTS_HELP = "tokens per request; may be repeated  [default: 4096, 16384]"
+
+
+def bench_command(
+    flow: list[str] = typer.Option([], help=FLOWS_HELP),
+    context: list[int] = typer.Option([], min=2, help=CONTEXTS_HELP),
+    backend: str = typer.Option("compiled", help="backend to measure"),
+    device: str = typer.Option("cpu", help="cpu, cuda, cuda:1, ..."),
+    batch: int = typer.Option(1, min=1, help="requests in the batch"),
+    heads: str = typer.Option("32/8", help="query heads/KV heads"),
+    head_dim: int = typer.Option(128, min=1, help="width of queries, keys and values"),
+    page_size: int = typer.Option(16, min=1, help="tokens per page, for flows that take any"),
+    budget: str = typer.Option("64+1+2", help="pages chosen+sink+recent; the same tokens for flows of another page"),
+    dtype: str = typer.Option("bf16", help="fp32, bf16 or fp16: of q, K and V"),
+    threads: int | None = typer.Option(None, min=1, help="CPU threads  [default: torch's]"),
+    layers: int = typer.Option(4, min=1, help="layers that share a step's plan; each finds its memory cold"),
+    repeats: int = typer.Option(25, min=3, help="measurements of each phase"),
+    json_file: str | None = typer.Option(None, "--json", metavar="FILE", help="write the numbers here; - is stdout"),
+    plot: str | None = typer.Option(None, metavar="FILE.png", help="draw time against context here"),
+) -> None:
+    """Verify a decode step against float64, then time its phases, the whole of it, and dense attention beside it.
+
+    Bandwidths count the bytes that a phase has to move; no time is shown for a step that is wrong.
+    """
+    if backend not in backend_names():
+        raise UnknownName("backend", backend, backend_names())
+    check_device(device)
+    query_heads, kv_heads = parse_heads(heads)
+    kind, pages = parse_dtype(dtype), parse_budget(budget)
+    built = [load_flow(name) for name in flow or DEFAULT_FLOWS]
+    for path, option in ((plot, "--plot"), (None if json_file == "-" else json_file, "--json")):
+        if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
+            raise ConfigError(f"{option} {path}: expected a file in a directory that exists")
+    if plot is not None:
+        check_plotting()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    setting = Setting(device, backend, batch, query_heads, kv_heads, head_dim, page_size, pages, kind, layers, repeats)
+    with progress_bar("measuring") as progress:
+        measurement = run_bench(built, sorted(set(context or DEFAULT_CONTEXTS)), setting, progress)
+    write_results(measurement, json_file, plot)
+
+
+def write_results(measurement: Measurement, json_file: str | None, plot: str | None) -> None:
+    """The table, unless JSON goes to stdout; the JSON and PNG files that were asked for."""
+    text = json.dumps(measurement.as_json(), indent=2)
+    if json_file == "-":
+        print(text)
+    else:
+        print_measurement(measurement)
+    if json_file not in (None, "-"):
+        assert json_file is not None
+        try:
+            Path(json_file).expanduser().write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {json_file}: {error.strerror or error}; expected a writable file") from None
+    if plot is not None:
+        plot_measurement(measurement, Path(plot).expanduser())

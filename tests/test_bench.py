@@ -1,0 +1,159 @@
+"""``kvsieve bench``: what it counts, verifies, refuses and writes. Times are not tested."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from kvsieve.backends.eager import EagerBackend
+from kvsieve.bench import Setting, parse_budget, run_bench
+from kvsieve.bench.dense import Dense
+from kvsieve.bench.setting import parse_heads
+from kvsieve.bench.stack import Stack
+from kvsieve.budget import Budget
+from kvsieve.cli.app import run
+from kvsieve.errors import ConfigError, KvsieveError
+from kvsieve.flow import build_flow
+
+SMALL = Setting(
+    backend="eager",
+    batch=2,
+    query_heads=6,
+    kv_heads=2,
+    head_dim=20,
+    page_size=4,
+    budget=Budget(3, 1, 2),
+    dtype=torch.float32,
+    layers=2,
+    repeats=3,
+)
+SMALL_OPTIONS = ["--heads", "6/2", "--head-dim", "20", "--page-size", "4", "--budget", "3+1+2", "--dtype", "fp32"]
+SMALL_OPTIONS += ["--layers", "2", "--repeats", "3", "--backend", "eager"]
+
+
+def test_cases_phases_and_bytes() -> None:
+    """A ragged page, the phases in order, and every byte count worked out by hand."""
+    result = run_bench([build_flow("gqa_quest_sparse_attention")], [47], SMALL)
+    (flow,) = result.flows
+    assert [(case.kind, case.context, case.pages, case.kept) for case in flow.cases] == [
+        ("sparse", 47, 12, 6),
+        ("under budget", 10, 3, 3),
+        ("budget = length", 24, 6, 6),
+    ]
+    case = flow.cases[0]
+    sizes = {phase.name: phase.bytes for phase in case.phases}
+    row = 20 * 4 * 2  # a token's key, or value, in both KV heads
+    window, listed = 2 * (12 - 3), 2 * 6 * 2 * 8
+    assert sizes["write"] == 2 * 2 * 2 * row
+    assert sizes["summarize"] == 2 * (4 * row + 2 * row)
+    assert sizes["score"] == window * 2 * row
+    assert sizes["select"] == window * 2 * 4 + listed
+    assert sizes["attend"] == 2 * (6 * 4 - 1) * 2 * row + listed
+    assert sizes["step"] == sum(sizes.values()) - sizes["step"] - sizes["summarize"] + sizes["summarize"] // 4
+    assert [phase.name for phase in flow.cases[2].phases] == ["write", "summarize", "select", "attend", "step"]
+    assert case.checked == 2 and result.copy_bandwidth > 0
+    assert {form.name for form in case.dense if form.fair} == {"SDPA, group as rows", "matmul-softmax-matmul"}
+    data = json.loads(json.dumps({**result.as_json(), "setting": str(result.setting)}))
+    values = data["flows"][0]["cases"][0]
+    assert values["speedup"] == pytest.approx(case.baseline.seconds / case.step.seconds)
+    score = case.phases[2]
+    assert values["phases"][2]["share_of_copy"] == pytest.approx(score.bytes / score.seconds / result.copy_bandwidth)
+
+
+@pytest.mark.parametrize("name", ["h2o_token_sparse_attention", "streaming_llm"])
+def test_flows_of_other_pages_and_without_score_attend_the_same_tokens(name: str) -> None:
+    stack = Stack(build_flow(name), SMALL, 47)
+    assert stack.quota.tokens == 2 * (6 * 4 - (1 if name == "streaming_llm" else 0))
+
+
+@pytest.mark.parametrize("name", ["gqa_quest_sparse_attention", "h2o_token_sparse_attention"])
+@pytest.mark.parametrize("context", [24, 47, 48])
+def test_measured_steps_come_round(name: str, context: int) -> None:
+    """They keep the number of pages, so that no case turns into another; after a page's worth they are the same."""
+    stack = Stack(build_flow(name), SMALL, context)
+    p = stack.runtime.page_size
+    results = []
+    for _ in range(1 + 2 * p):
+        stack.rewind()
+        results.append(stack.step()[0])
+        own = 1 if stack.runtime.tables.stateful else 0  # made by copies of requests that have the first step's token
+        assert results[-1].selection.count.tolist() == [min(6 * 4 // p, -(-context // p) + own)] * 2
+    assert torch.equal(results[p].out, results[2 * p].out)
+
+
+def test_dense_forms_attend_what_the_runtime_stores() -> None:
+    """Under budget the step is dense: all forms give its output."""
+    stack = Stack(build_flow("gqa_quest_sparse_attention"), SMALL, 22)
+    dense = Dense(SMALL, stack.keys, stack.values)
+    dense.q = stack.draws[1][0].unflatten(1, (2, 3))
+    for name, form in dense.forms().items():
+        error = (form(1).reshape(2, 6, 20) - stack.first[1].out).abs().max()
+        assert error < 1e-5, name
+
+
+@pytest.mark.parametrize("stage", ["score", "select", "attend"])
+def test_no_time_for_a_wrong_step(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original: Any = getattr(EagerBackend, stage)
+
+    def wrong(self: EagerBackend, *arguments: Any) -> Any:
+        result = original(self, *arguments)
+        if stage == "score":
+            return result + 0.01
+        if stage == "select":
+            return type(result)((result.pages - 1).clamp(min=0), result.count)
+        return result[0] * 1.001, *result[1:]
+
+    monkeypatch.setattr(EagerBackend, stage, wrong)
+    with pytest.raises(KvsieveError, match="no time is shown, for the step is wrong"):
+        run_bench([build_flow("gqa_quest_sparse_attention")], [47], SMALL)
+
+
+def test_budgets_and_heads_as_written() -> None:
+    assert parse_budget("8+0+1") == Budget(8, 0, 1) and parse_budget("64") == Budget(64, 1, 2)
+    assert parse_heads("9/3") == (9, 3)
+    for wrong in ("8+1", "x", "1+2+3+4", "-1", "1+1+0"):
+        with pytest.raises(ConfigError):
+            parse_budget(wrong)
+    for wrong in ("9", "9/2", "0/0", "3/9", "a/b"):
+        with pytest.raises(ConfigError):
+            parse_heads(wrong)
+
+
+def test_command_writes_table_json_and_picture(tmp_path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    files = ["--json", str(tmp_path / "b.json"), "--plot", str(tmp_path / "b.png")]
+    assert run(["bench", "--context", "40", "--context", "80", *SMALL_OPTIONS, *files]) == 0
+    text = capsys.readouterr().out
+    assert "gqa_quest_sparse_attention" in text and "budget = length" in text and "PyTorch ops" in text
+    data = json.loads((tmp_path / "b.json").read_text())
+    assert [flow["flow"] for flow in data["flows"]] == ["block_sparse_attention", "gqa_quest_sparse_attention"]
+    assert data["setting"]["dtype"] == "float32" and len(data["flows"][0]["cases"]) == 4
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--heads", "7/2"], "--heads: expected"),
+        (["--budget", "x"], "--budget: expected"),
+        (["--backend", "fast"], "unknown backend 'fast'"),
+        (["--dtype", "int8"], "unknown dtype"),
+        (["--flow", "nothing"], "unknown flow"),
+        (["--json", "/nowhere/x.json"], "--json /nowhere/x.json: expected a file in a directory that exists"),
+    ],
+)
+def test_mistakes_are_one_line(options: list[str], message: str, capsys) -> None:
+    assert run(["bench", "--context", "40", *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_plot_without_matplotlib_is_refused_before_measuring(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    assert run(["bench", "--context", "40", *SMALL_OPTIONS, "--plot", "x.png"]) == 2
+    assert "--plot needs matplotlib, which is not installed: pip install 'kvsieve[plot]'" in capsys.readouterr().err
