@@ -9,12 +9,11 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from tiny_models import build  # noqa: E402
-
 from kvsieve.budget import Budget  # noqa: E402
 from kvsieve.errors import ConfigError, OutOfPages  # noqa: E402
 from kvsieve.integrations.transformers import SparseCache  # noqa: E402
 from kvsieve.runtime import Runtime  # noqa: E402
+from tiny_models import build  # noqa: E402
 
 QUEST, TOKENS = "gqa_quest_sparse_attention", "gqa_h2o_token_sparse_attention"
 
