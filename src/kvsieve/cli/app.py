@@ -11,7 +11,7 @@ import typer
 from typer.main import get_command
 
 from kvsieve.cli import eval as evaluation
-from kvsieve.cli import flows, generate, new, verify
+from kvsieve.cli import explain, flows, generate, new, verify
 from kvsieve.cli.study import study_app
 from kvsieve.errors import KvsieveError
 
@@ -26,6 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("eval")(evaluation.eval_command)
+app.command("explain")(explain.explain_command)
 app.command("flows")(flows.flows_command)
 app.command("generate")(generate.generate_command)
 app.command("new")(new.new_command)
