@@ -12,7 +12,7 @@ import torch
 from kvsieve.backends import Backend, get_backend
 from kvsieve.budget import Budget, BudgetLike
 from kvsieve.call import Attended, Call, ReadStats
-from kvsieve.errors import ConfigError, NotCroppable
+from kvsieve.errors import ConfigError, NotCroppable, OutOfPages
 from kvsieve.flow import Flow, check_flow, choose_page_size, load_flow
 from kvsieve.layers import Layer, Layers
 from kvsieve.mass import RequestMass
@@ -124,6 +124,38 @@ class Runtime:
         for _, layer in self.layers.items():
             layer.queries.copy(request, twin)
         return twin
+
+    def adopt(self, source: Runtime, requests: Sequence[RequestId]) -> list[RequestId]:
+        """New requests with the tokens that another runtime holds for ``requests``.
+
+        Flow, budget, page size and backend may differ: K and V are copied, pages are summarized by this runtime's flow,
+        and state starts as after a prefill. The other runtime and its requests stay as they are.
+
+        Raises:
+            OutOfPages: the pool is too small; nothing is changed.
+            ConfigError: this runtime's flow has attention mass that is seeded by prompt queries, which nobody kept.
+        """
+        if self.flow.mass is not None and self.flow.mass.seed != "none":
+            raise ConfigError(
+                f"adopt: expected a flow without prompt-seeded attention mass, received {self.flow!r}; prefill with it"
+            )
+        source._settle()
+        source._refuse_preempted(requests)
+        lengths = [source.length(request) for request in requests]
+        adopted = [self.admit() for _ in requests]
+        if not any(lengths):
+            return adopted
+        try:
+            call = self.extend(adopted, lengths)
+        except OutOfPages:
+            self.finish(adopted)
+            raise
+        for index, layer in source.layers.items():
+            parts = [layer.pool.tokens(source.tables[one].blocks, n) for one, n in zip(requests, lengths, strict=True)]
+            k, v = (torch.cat(field) for field in zip(*parts, strict=True))
+            heads = layer.pool.num_kv_heads * layer.group
+            call.store(index, k, v, query_heads=heads, scale=layer.scale)
+        return adopted
 
     def crop(self, requests: Sequence[RequestId], lengths: Sequence[int]) -> None:
         """Forget the tokens of each request from a length on.
