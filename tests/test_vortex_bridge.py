@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvsieve.backends import backend_names
 from kvsieve.budget import Budget
 from kvsieve.compat.vortex.abs import as_vtensor
 from kvsieve.compat.vortex.bridge import registered, registered_names
@@ -38,8 +39,8 @@ BUDGET = Budget(3, 1, 2)
 class Engine:
     """kvsieve's runtime over a World's requests: prompts, then steps; returns scores by segment and selected pages."""
 
-    def __init__(self, flow: Flow, world: World) -> None:
-        self.world, self.runtime = world, Runtime(flow, BUDGET, page_size=world.page_size)
+    def __init__(self, flow: Flow, world: World, backend: str = "eager") -> None:
+        self.world, self.runtime = world, Runtime(flow, BUDGET, page_size=world.page_size, backend=backend)
         self.requests = [self.runtime.admit() for _ in world.lengths]
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, counts: list[int] | None = None) -> Any:
@@ -75,12 +76,16 @@ def prompts(world: World) -> list[int]:
     return [length - STEPS for length in world.lengths]
 
 
+BACKENDS = [name if name == "eager" else pytest.param(name, marks=pytest.mark.slow) for name in backend_names()]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", NATIVE)
-def test_op_form_and_native_form_agree(name: str) -> None:
+def test_op_form_and_native_form_agree(name: str, backend: str) -> None:
     forms = build_flow(name, **NATIVE[name]), build_flow(f"vortex:{name}")
     assert type(forms[0]).__module__.startswith("kvsieve.flows") and "vortex" in type(forms[1]).__module__
     world = world_of(forms[0])
-    engines = [Engine(flow, world) for flow in forms]
+    engines = [Engine(flow, world, backend) for flow in forms]
     counts = prompts(world)
     first = [engine.attend(*tokens(world, sum(counts), 0), counts).out for engine in engines]
     assert torch.equal(*first)

@@ -457,3 +457,28 @@ def test_one_op_at_two_call_sites() -> None:
     kept = bare(first).clone()
     op(y, ctx=ctx)
     assert torch.equal(torch.nan_to_num(bare(first)), torch.nan_to_num(kept))
+
+
+def test_plain_tensors_after_profiling() -> None:
+    """An engine profiles with vTensors and executes with plain tensors."""
+    world = World()
+    ctx, op = world.plan(), indexer.Add(0.5, 2.0)
+    x, y = world.ragged(1, 2), world.paged(1, 2)
+    with pytest.raises(OpError, match="expected a vTensor"):
+        op(bare(x), bare(y), ctx=ctx)
+    ctx.profile()
+    op(x=x, y=y, ctx=ctx)
+    ctx.execute()
+    named, places = op(y=y, x=x, ctx=ctx), [place for _, place, _ in world.scored()]
+    assert torch.equal(bare(op(bare(x), bare(y), ctx=ctx))[places], bare(named)[places])
+    field = bare(world.paged(1, 2))
+    indexer.Save()(bare(x), field, ctx=ctx)
+    assert torch.equal(bare(indexer.Load()(field, ctx=ctx))[places], bare(x)[places])
+    caches, reduce = world.cache_context(1), cache_side.Max(1)
+    k, out, loc = world.paged(5, 3, all_pages=True), world.paged(1, 3), torch.tensor([world.slots[0][4]])
+    caches.profile()
+    reduce(k, out, loc=loc, ctx=caches)
+    caches.execute()
+    reduce(bare(k), bare(out), loc, caches)
+    row = world.slots[0][4] // 5 * world.heads
+    assert torch.equal(bare(out)[row : row + world.heads, 0], bare(k)[row : row + world.heads].amax(1))

@@ -9,6 +9,7 @@ import torch
 
 from kvsieve.compat.vortex.core.errors import FormatError
 from kvsieve.compat.vortex.core.formats import FORMAT
+from kvsieve.compat.vortex.core.segment import SegmentTensor
 
 __all__ = ["FORMAT", "as_vtensor", "plain", "vTensor"]
 
@@ -50,6 +51,9 @@ def as_vtensor(x: Any, _format: FORMAT = FORMAT.BATCHED, tensor_id: int | None =
     """``x`` as a vTensor on the same memory; a vTensor gets the new format and is returned itself."""
     if not isinstance(_format, FORMAT):
         raise TypeError(f"as_vtensor: expected a FORMAT, received {_format!r}")
+    if isinstance(x, SegmentTensor):  # a flow that tags what it computed, while it is traced
+        x._format = _format
+        return x  # type: ignore[return-value]
     result = x if isinstance(x, vTensor) else torch.as_tensor(x).as_subclass(vTensor)
     result._format = _format
     result.tensor_id = -1 if tensor_id is None else tensor_id

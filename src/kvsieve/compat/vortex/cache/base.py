@@ -26,9 +26,13 @@ class CacheOp(vOp, RowOp):
     ``token * heads + head``.
     """
 
+    profiled: tuple[FORMAT, ...] = ()
+    """Formats of the operands and the output that the op was last profiled with."""
+
     def profile(self, *operands: Any, loc: Any = None, ctx: Any = None, output: Any = None, **named: Any) -> vTensor:
         """Check operands; a RAGGED result is a new buffer of the worst case's size."""
         xs, given, loc = self._arguments(operands, output, loc, named)
+        self.profiled = (*(x._format for x in xs), FORMAT.RAGGED if given is None else given._format)
         if given is not None:
             return given
         out = plain(xs[0]).new_empty(_scratch_rows(ctx, loc), *self._shape(xs))
@@ -36,8 +40,11 @@ class CacheOp(vOp, RowOp):
         return as_vtensor(out, FORMAT.RAGGED)
 
     def execute(self, *operands: Any, loc: Any = None, ctx: Any = None, output: Any = None, **named: Any) -> vTensor:
-        """Compute; rows of other pages stay as they are."""
-        xs, target, loc = self._arguments(operands, output, loc, named)
+        """Compute; rows of other pages stay as they are.
+
+        Plain tensors are taken to have the formats that the op was last profiled with.
+        """
+        xs, target, loc = self._arguments(operands, output, loc, named, self.profiled)
         shape, alpha, beta = self._shape(xs), bf16(self.alpha), bf16(self.beta)
         if target is None:
             target = as_vtensor(plain(xs[0]).new_empty(_scratch_rows(ctx, loc), *shape), FORMAT.RAGGED)
@@ -53,8 +60,8 @@ class CacheOp(vOp, RowOp):
 
     def on_segment(self, *operands: Any, ctx: Any = None, output: Any = None, **named: Any) -> SegmentTensor:
         """Compute for the one page that is summarised, exactly."""
-        named.pop("loc", None)
-        xs, target = self._split([*operands, *named.values()], output)
+        values = [*operands, *(named[name] for name in sorted(named) if name != "loc")]
+        xs, target = self._split([x for x in values if not isinstance(x, torch.Tensor)], output)  # without loc
         xs = [segment_tensor(self, x) for x in xs]
         shape = self._shape(xs)
         value = self.rows(*(x.data for x in xs), alpha=self.alpha, beta=self.beta)
@@ -78,18 +85,19 @@ class CacheOp(vOp, RowOp):
         return operands, output
 
     def _arguments(
-        self, operands: Any, output: Any, loc: Any, named: Any
+        self, operands: Any, output: Any, loc: Any, named: Any, kinds: tuple[FORMAT, ...] = ()
     ) -> tuple[list[vTensor], vTensor | None, torch.Tensor]:
-        values = [*operands, *named.values()]
+        values = [*operands, *(named[name] for name in sorted(named))]
         if loc is None and len(values) > self.arity + 1:  # op(x, output, loc, ctx=ctx)
             loc = values.pop()
         loc = check_loc(self, loc)
         values, output = self._split(values, output)
-        xs = [checks.operand(self, f"operand {place}", x) for place, x in enumerate(values)]
+        known = kinds or (None,) * (self.arity + 1)
+        xs = [checks.operand(self, f"operand {place}", x, known[place]) for place, x in enumerate(values)]
         for x in xs:
             checks.format_of(self, "operand", x, *FORMATS)
         if output is not None:
-            output = checks.operand(self, "output", output)
+            output = checks.operand(self, "output", output, known[-1])
             checks.format_of(self, "output", output, *FORMATS)
             checks.same_inner(self, "output", output, self._shape(xs))
         checks.same_device(self, *xs, *([] if output is None else [output]))

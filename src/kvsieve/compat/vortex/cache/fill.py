@@ -29,7 +29,7 @@ class Fill(vOp):
         return self._checked(x)
 
     def execute(self, x: Any, loc: Any = None, ctx: Any = None) -> vTensor:
-        field = self._checked(x)
+        field = self._checked(x, FORMAT.PAGED)
         _fill_p(plain(field), check_loc(self, loc), ctx.head_num, ctx.page_size, self.alpha)
         return field
 
@@ -39,7 +39,7 @@ class Fill(vOp):
         field.fill(float(self.alpha), torch.full((1, *field.inner), float(self.alpha)))
         return field
 
-    def _checked(self, x: Any) -> vTensor:
-        field = checks.operand(self, "operand", x)
+    def _checked(self, x: Any, kind: FORMAT | None = None) -> vTensor:
+        field = checks.operand(self, "operand", x, kind)
         checks.format_of(self, "operand", field, FORMAT.PAGED)
         return field

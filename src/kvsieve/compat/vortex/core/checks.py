@@ -6,18 +6,20 @@ from typing import Any
 
 import torch
 
-from kvsieve.compat.vortex.abs.tensor import FORMAT, vTensor
+from kvsieve.compat.vortex.abs.tensor import FORMAT, as_vtensor, vTensor
 from kvsieve.compat.vortex.core.errors import OpError
 from kvsieve.compat.vortex.core.ops import Inner
 
 
-def operand(op: object, name: str, x: Any) -> vTensor:
-    """A vTensor of rank 3.
+def operand(op: object, name: str, x: Any, kind: FORMAT | None = None) -> vTensor:
+    """A vTensor of rank 3; a plain tensor becomes one of the format that is known to be meant.
 
     Raises:
         OpError: anything else.
     """
     prefix = f"{type(op).__name__}: {name}: "
+    if kind is not None and isinstance(x, torch.Tensor) and not isinstance(x, vTensor):
+        x = as_vtensor(x, kind)
     if not isinstance(x, vTensor):
         raise OpError(f"{prefix}expected a vTensor, received {type(x).__name__}; wrap it in as_vtensor(x, FORMAT...)")
     if x.dim() != 3:

@@ -22,10 +22,13 @@ class IndexerOp(vOp, RowOp):
     """``op(*operands, ctx=ctx)``, operands BATCHED, RAGGED or PAGED; BATCHED if all of them are, else RAGGED."""
 
     accepts: ClassVar[tuple[FORMAT, ...]] = FORMATS
+    profiled: tuple[FORMAT, ...] = ()
+    """Formats of the operands that the op was last profiled with."""
 
     def profile(self, *operands: Any, ctx: Any = None, **named: Any) -> vTensor:
         """Check operands; the result is a new buffer of the worst case's size."""
-        xs = self._checked([*operands, *named.values()])
+        xs = self._checked(_in_order(operands, named))
+        self.profiled = tuple(x._format for x in xs)
         shape = self.result_shape(*(checks.inner(x) for x in xs))
         for x in xs:
             if x._format is FORMAT.PAGED:
@@ -37,8 +40,11 @@ class IndexerOp(vOp, RowOp):
         return as_vtensor(out, kind)
 
     def execute(self, *operands: Any, ctx: Any = None, **named: Any) -> vTensor:
-        """Compute the rows of the step's work list; other rows of the result are undefined."""
-        xs = self._checked([*operands, *named.values()])
+        """Compute the rows of the step's work list; other rows of the result are undefined.
+
+        Plain tensors are taken to have the formats that the op was last profiled with.
+        """
+        xs = self._checked(_in_order(operands, named), self.profiled)
         shape = self.result_shape(*(checks.inner(x) for x in xs))
         kind, alpha, beta = self._result_format(xs), bf16(self.alpha), bf16(self.beta)
         tables = [plain(x) for x in xs]
@@ -59,7 +65,7 @@ class IndexerOp(vOp, RowOp):
 
     def on_segment(self, *operands: Any, ctx: Any = None, **named: Any) -> SegmentTensor:
         """Compute on one segment, exactly: alpha and beta are not rounded."""
-        xs = [segment_tensor(self, x) for x in [*operands, *named.values()]]
+        xs = [segment_tensor(self, x) for x in _in_order(operands, named)]
         self._check_number(len(xs))
         for x in xs:
             self._check_format(x)
@@ -67,9 +73,13 @@ class IndexerOp(vOp, RowOp):
         value = self.rows(*(x.data for x in xs), alpha=self.alpha, beta=self.beta)
         return SegmentTensor(value, self._result_format(xs))
 
-    def _checked(self, operands: list[Any]) -> list[vTensor]:
+    def _checked(self, operands: list[Any], kinds: tuple[FORMAT, ...] = ()) -> list[vTensor]:
         self._check_number(len(operands))
-        xs = [checks.operand(self, f"operand {place}", x) for place, x in enumerate(operands)]
+        known = kinds or (None,) * len(operands)
+        xs = [
+            checks.operand(self, f"operand {n}", x, kind)
+            for n, (x, kind) in enumerate(zip(operands, known, strict=True))
+        ]
         for x in xs:
             self._check_format(x)
         checks.same_device(self, *xs)
@@ -84,6 +94,11 @@ class IndexerOp(vOp, RowOp):
 
     def _result_format(self, xs: Any) -> FORMAT:
         return FORMAT.BATCHED if all(x._format is FORMAT.BATCHED for x in xs) else FORMAT.RAGGED
+
+
+def _in_order(operands: Any, named: dict[str, Any]) -> list[Any]:
+    """Positional operands, then those given as ``x=`` and ``y=``."""
+    return [*operands, *(named[name] for name in sorted(named))]
 
 
 def listing_rows(ctx: Any) -> int:

@@ -51,11 +51,6 @@ class Context(ContextBase):
         """Requests in this step."""
         self.batch_size = n
 
-    @property
-    def segments(self) -> int:
-        """(request, KV head) pairs in this step."""
-        return int(self.batch_size) * int(self.num_kv_heads)
-
     def read_server(self, parent: Any, model_runner: Any) -> None:
         """From an attention backend and a model runner of SGLang's kind; the work list is allocated."""
         args = model_runner.server_args
@@ -84,6 +79,11 @@ def number(ctx: Any, name: str) -> int:
     """An integer field of a context; 0 while nobody has set it."""
     value: Any = getattr(ctx, name, UNSET)
     return 0 if value is UNSET or value is None else int(value)
+
+
+def segments_of(ctx: Any) -> int:
+    """(request, KV head) pairs of a context's step."""
+    return number(ctx, "batch_size") * number(ctx, "num_kv_heads")
 
 
 ctx: Final[Context] = Context()

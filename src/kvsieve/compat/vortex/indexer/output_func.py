@@ -12,7 +12,7 @@ from kvsieve.compat.vortex.core import checks
 from kvsieve.compat.vortex.core.errors import OpError
 from kvsieve.compat.vortex.core.segment import segment_tensor
 from kvsieve.compat.vortex.core.topk import topk_output
-from kvsieve.compat.vortex.indexer.context import number
+from kvsieve.compat.vortex.indexer.context import number, segments_of
 
 
 class topK(vOp):
@@ -26,7 +26,7 @@ class topK(vOp):
         self._checked(x, o)
 
     def execute(self, x: Any, o: Any, ctx: Any = None) -> Any:
-        x, o = self._checked(x, o)
+        x, o = self._checked(x, o, FORMAT.RAGGED)
         listed = getattr(ctx, "sparse_kv_indices", None)
         targets = [o]
         if isinstance(listed, torch.Tensor) and listed.data_ptr() != o.data_ptr() and listed.device == o.device:
@@ -38,7 +38,7 @@ class topK(vOp):
                 ctx.sparse_kv_indptr,
                 ctx.dense_kv_indices,
                 target,
-                ctx.segments,
+                segments_of(ctx),
                 number(ctx, "topk_val"),
                 number(ctx, "page_reserved_bos"),
                 number(ctx, "page_reserved_eos"),
@@ -55,8 +55,8 @@ class topK(vOp):
         ctx.scores = x.data
         return o
 
-    def _checked(self, x: Any, o: Any) -> tuple[Any, Any]:
-        x = checks.operand(self, "score", x)
+    def _checked(self, x: Any, o: Any, kind: FORMAT | None = None) -> tuple[Any, Any]:
+        x = checks.operand(self, "score", x, kind)
         checks.format_of(self, "score", x, FORMAT.RAGGED)
         checks.same_inner(self, "score", x, (1, 1))
         if not isinstance(o, torch.Tensor) or o.dim() not in (1, 3):

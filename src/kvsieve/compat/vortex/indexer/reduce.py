@@ -11,7 +11,7 @@ from kvsieve.compat.vortex.core import checks, maths, ops
 from kvsieve.compat.vortex.core.kernels import over_windows
 from kvsieve.compat.vortex.core.work import Windows
 from kvsieve.compat.vortex.indexer.base import IndexerOp
-from kvsieve.compat.vortex.indexer.context import number
+from kvsieve.compat.vortex.indexer.context import number, segments_of
 from kvsieve.compat.vortex.utils import ReduceType
 
 
@@ -29,8 +29,8 @@ class Reduce(ops.Reduce, IndexerOp):
     def execute(self, *operands: Any, ctx: Any = None, **named: Any) -> vTensor:
         if self.dim:
             return super().execute(*operands, ctx=ctx, **named)
-        (x,) = self._checked([*operands, *named.values()])
-        out = plain(x).new_zeros(ctx.segments, *checks.inner(x))
+        (x,) = self._checked([*operands, *named.values()], self.profiled)
+        out = plain(x).new_zeros(segments_of(ctx), *checks.inner(x))
         windows = windows_of(ctx)
         if windows is not None:
             rows = over_windows(plain(x), windows, maths.IDENTITY[self.reduce_type])
@@ -52,7 +52,7 @@ class Reduce(ops.Reduce, IndexerOp):
 def windows_of(ctx: Any) -> Windows | None:
     """The windows of the segments that this step scores."""
     bos, eos = number(ctx, "page_reserved_bos"), number(ctx, "page_reserved_eos")
-    return Windows.read(ctx.dense_kv_indptr, ctx.segments, bos, eos, number(ctx, "topk_val"))
+    return Windows.read(ctx.dense_kv_indptr, segments_of(ctx), bos, eos, number(ctx, "topk_val"))
 
 
 class Mean(Reduce):

@@ -19,7 +19,7 @@ class Save(vOp):
         return self._checked(x, o)[1]
 
     def execute(self, x: Any, o: Any, ctx: Any = None) -> vTensor:
-        source, target = self._checked(x, o)
+        source, target = self._checked(x, o, (FORMAT.RAGGED, FORMAT.PAGED))
         work, field = work_of(ctx), plain(target)
         rows = rows_of(FORMAT.PAGED, work, ctx)
         field[rows] = plain(source).index_select(0, work.positions).to(field.dtype)
@@ -34,8 +34,8 @@ class Save(vOp):
         ctx.saved[field.name] = field.data = source.data
         return field
 
-    def _checked(self, x: Any, o: Any) -> tuple[vTensor, vTensor]:
-        x, o = checks.operand(self, "operand", x), checks.operand(self, "field", o)
+    def _checked(self, x: Any, o: Any, kinds: Any = (None, None)) -> tuple[vTensor, vTensor]:
+        x, o = checks.operand(self, "operand", x, kinds[0]), checks.operand(self, "field", o, kinds[1])
         self._check_formats(x, o)
         checks.same_inner(self, "field", o, checks.inner(x))
         checks.same_device(self, x, o)
@@ -50,6 +50,7 @@ class Load(ops.Copy, IndexerOp):
     """``op(field)``: the pages of the work list as a RAGGED tensor."""
 
     accepts = (FORMAT.PAGED,)
+    profiled = (FORMAT.PAGED,)
 
     def on_segment(self, *operands: Any, ctx: Any = None, **named: Any) -> SegmentTensor:
         result = super().on_segment(*operands, ctx=ctx, **named)

@@ -47,7 +47,7 @@ class Scan(vOp):
         return as_vtensor(out, FORMAT.RAGGED)
 
     def execute(self, x: Any, ctx: Any = None) -> vTensor:
-        operand = self._checked(x)
+        operand = self._checked(x, FORMAT.RAGGED)
         source, out = plain(operand), operand
         if not self.in_place:
             out = as_vtensor(source.new_empty(listing_rows(ctx), *checks.inner(operand)), FORMAT.RAGGED)
@@ -65,8 +65,8 @@ class Scan(vOp):
         operand.data = value
         return operand
 
-    def _checked(self, x: Any) -> vTensor:
-        operand = checks.operand(self, "operand", x)
+    def _checked(self, x: Any, kind: FORMAT | None = None) -> vTensor:
+        operand = checks.operand(self, "operand", x, kind)
         checks.format_of(self, "operand", operand, FORMAT.RAGGED)
         return operand
 

@@ -47,7 +47,7 @@ def plan_decode(cached_seq_lens: torch.Tensor, req_to_token: torch.Tensor, req_i
     _make_missing(ctx, step, plain(req_to_token).device)
     out = Outputs({name: getattr(ctx, name) for name in (*PAGE_LISTS, *WORK_LIST)})
     write_plan(step, out, plain(req_to_token), plain(req_indices).flatten())
-    ctx.set_batch_size(len(lengths))
+    ctx.batch_size = len(lengths)
 
 
 def sglang_plan_decode(

@@ -11,7 +11,7 @@ from kvsieve.compat.vortex.core.errors import OpError
 from kvsieve.compat.vortex.core.kernels import over_windows, store_windows
 from kvsieve.compat.vortex.core.maths import normalize
 from kvsieve.compat.vortex.core.work import Windows
-from kvsieve.compat.vortex.indexer.context import number
+from kvsieve.compat.vortex.indexer.context import number, segments_of
 
 
 def _normalize_inplace_r(
@@ -41,4 +41,4 @@ def _normalize_inplace_r(
 def normalize_inplace_r(x: Any, dim: int, ctx: Any) -> None:
     """:func:`_normalize_inplace_r` with the page listing of a context."""
     bos, eos = number(ctx, "page_reserved_bos"), number(ctx, "page_reserved_eos")
-    _normalize_inplace_r(x, dim, ctx.dense_kv_indptr, bos, eos, number(ctx, "topk_val"), ctx.segments)
+    _normalize_inplace_r(x, dim, ctx.dense_kv_indptr, bos, eos, number(ctx, "topk_val"), segments_of(ctx))

@@ -11,7 +11,7 @@ from kvsieve.compat.vortex.core.errors import OpError
 from kvsieve.compat.vortex.core.kernels import over_windows, store_windows
 from kvsieve.compat.vortex.core.maths import softmax
 from kvsieve.compat.vortex.core.work import Windows
-from kvsieve.compat.vortex.indexer.context import number
+from kvsieve.compat.vortex.indexer.context import number, segments_of
 
 
 def _softmax_inplace_r(
@@ -43,4 +43,4 @@ def _softmax_inplace_r(
 def softmax_inplace_r(x: Any, dim: int, scale: float, ctx: Any) -> None:
     """:func:`_softmax_inplace_r` with the page listing of a context."""
     bos, eos = number(ctx, "page_reserved_bos"), number(ctx, "page_reserved_eos")
-    _softmax_inplace_r(x, dim, ctx.dense_kv_indptr, scale, bos, eos, number(ctx, "topk_val"), ctx.segments)
+    _softmax_inplace_r(x, dim, ctx.dense_kv_indptr, scale, bos, eos, number(ctx, "topk_val"), segments_of(ctx))
