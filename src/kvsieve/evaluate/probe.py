@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvsieve.backends.base import AttentionOptions, Backend, Selection
-from kvsieve.backends.eager import gather_pages
+from kvsieve.backends.attention import gather_pages
 from kvsieve.backends.select import top_pages
 from kvsieve.budget import Budget
 from kvsieve.paging.pool import LayerPool
