@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from kvsieve.backends.base import AttentionOptions, Backend, Selection
 from kvsieve.backends.attention import gather_pages
+from kvsieve.backends.base import AttentionOptions, Backend, Selection
 from kvsieve.backends.select import top_pages
 from kvsieve.budget import Budget
 from kvsieve.paging.pool import LayerPool
