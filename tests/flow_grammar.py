@@ -78,10 +78,18 @@ def pool(b: Builder) -> Production:
     }
     if b.page(x) != len(b.shape(x)) - 1:
         functions |= {"max_stride": lambda u: F.max_pool1d(u, 2), "avg_stride": lambda u: F.avg_pool1d(u, 2, 2, 1)}
+    if len(b.shape(x)) == 1 or b.page(x) != len(b.shape(x)) - 2:
+        functions["conv"] = lambda u: _depthwise(u, size)
     f = b.choice("pool", functions)
     if len(b.shape(x)) == 1:
         return lambda u: f(u[None])[0], [x]
     return (f, [x]) if len(b.shape(x)) <= 3 else None
+
+
+def _depthwise(u: torch.Tensor, size: int) -> torch.Tensor:
+    channels = u.shape[-2]
+    weight = torch.linspace(-0.5, 1.0, size, dtype=u.dtype).expand(channels, 1, size)
+    return F.conv1d(u, weight, padding=size // 2, groups=channels)
 
 
 def rearrange(b: Builder) -> Production:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvsieve.budget import Budget
 from kvsieve.errors import ConfigError, FlowError, KvsieveError, NotCroppable, OutOfPages
 from kvsieve.flow import Flow, build_flow, list_flows, load_flow, register
+from kvsieve.mass import AttentionMass
 from kvsieve.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "AttentionMass",
     "Budget",
     "ConfigError",
     "Flow",

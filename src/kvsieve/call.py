@@ -107,27 +107,58 @@ class Call:
             softcap: logits become ``softcap * tanh(logits / softcap)``.
             sinks: sink logits [Hq], added to the softmax's denominator.
         """
-        if not self.host.is_newest(self) or layer in self.attended:
-            raise ConfigError(f"layer {layer}: expected one attend per layer and call, in the newest call")
-        _check_tensors(layer, sum(self.counts), q, k, v)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        _check_options(layer, q.shape[1], scale, softcap, sinks)
-        state = self.host.layer(layer, q, k, v, scale)
-        heads = state.pool.num_kv_heads
+        state, plan = self._store(layer, q, k, v, scale, softcap, sinks)
+        heads, backend, pool = state.pool.num_kv_heads, self.host.backend, state.pool
         options = AttentionOptions(scale, softcap, None if sinks is None else sinks.reshape(heads, state.group))
-        plan = self._plan(k.device)
-        writes, pool, backend = plan.writes, state.pool, self.host.backend
-        backend.write(pool, writes, k, v)
-        pool.enter(writes.entered)
-        if state.graphs is not None:
-            backend.summarize(state.flow, pool, writes.filled)
-        self.attended.add(layer)
         grouped = q.unflatten(1, (heads, state.group))
         if state.mass is not None:
             self._count_prompts(state, grouped, plan, replace(options, mass=state.mass))
         if not self.decode:
             return Attended(backend.prefill(grouped, k, v, pool, plan.rows, options).flatten(1, 2))
         return self._step(state, grouped, plan, options)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, *, query_heads: int, scale: float) -> None:
+        """Store the new tokens of a layer and attend nothing: their outputs are known, or nobody asks for them.
+
+        Args:
+            layer: layer index; once per call, in place of :meth:`attend`.
+            k: [T, H, D], the requests' new tokens one after the other. v: [T, H, Dv].
+            query_heads: Hq of the layer. scale: its attention scale.
+
+        Raises:
+            ConfigError: the call is a decode step, or what :meth:`attend` refuses.
+        """
+        if self.decode:
+            raise ConfigError(f"layer {layer}: expected a prefill call, received a decode step; use attend there")
+        q = k.new_empty(1).expand(k.shape[0], query_heads, k.shape[-1])  # a shape: nobody reads it
+        self._store(layer, q, k, v, scale, None, None)
+
+    def _store(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> tuple[Layer, Plan]:
+        """Check a layer's tensors, write its tokens and summarize the pages they fill."""
+        if not self.host.is_newest(self) or layer in self.attended:
+            raise ConfigError(f"layer {layer}: expected one attend per layer and call, in the newest call")
+        _check_tensors(layer, sum(self.counts), q, k, v)
+        _check_options(layer, q.shape[1], scale, softcap, sinks)
+        state, plan = self.host.layer(layer, q, k, v, scale), self._plan(k.device)
+        writes, pool = plan.writes, state.pool
+        self.host.backend.write(pool, writes, k, v)
+        pool.enter(writes.entered)
+        if state.graphs is not None:
+            self.host.backend.summarize(state.flow, pool, writes.filled)
+        self.attended.add(layer)
+        return state, plan
 
     def _step(self, layer: Layer, q: torch.Tensor, plan: Plan, options: AttentionOptions) -> Attended:
         backend, pool, graphs = self.host.backend, layer.pool, layer.graphs

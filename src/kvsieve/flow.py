@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import math
 import types
@@ -67,6 +68,8 @@ class Flow:
     name: ClassVar[str] = ""
     page_size: ClassVar[int | None] = None
     """A page size that the flow requires; None: any."""
+    equal_widths: ClassVar[bool] = False
+    """Whether the flow needs values as wide as keys."""
     summary_dtypes: ClassVar[Mapping[str, torch.dtype]] = types.MappingProxyType({})
     """Storage dtypes of summary fields that should not follow K's dtype."""
     mass: AttentionMass | None = None
@@ -80,6 +83,9 @@ class Flow:
         arguments = ", ".join(f"{key}={value!r}" for key, value in vars(self).items() if not key.startswith("_"))
         return f"{type(self).__name__}({arguments})"
 
+
+SCHEMES = {"vortex": "kvsieve.compat.vortex.bridge"}
+"""Registries of other flow systems: ``scheme:name`` is looked up in the module, with its ``registered(name)``."""
 
 FlowT = TypeVar("FlowT", bound=type[Flow])
 _REGISTRY: dict[str, type[Flow]] = {}
@@ -119,30 +125,50 @@ def list_flows() -> dict[str, type[Flow]]:
 def build_flow(name: str, **arguments: Any) -> Flow:
     """Build a registered flow by name.
 
+    ``vortex:name`` is a flow that was registered with vortex_torch's ``register``; the prefix may be left out for
+    names that no flow of kvsieve has.
+
     Raises:
         UnknownName: no such flow; the near names are listed.
         ConfigError: arguments the constructor does not take, or values it refuses.
     """
     flows = list_flows()
-    if name not in flows:
-        raise UnknownName("flow", name, flows)
-    return instantiate(flows[name], arguments)
+    return instantiate(flows[name] if name in flows else _foreign_flow(name, flows), arguments)
+
+
+def _foreign_flow(name: str, flows: Mapping[str, type[Flow]]) -> type[Flow]:
+    """A flow of another flow system's registry, by ``scheme:name`` or by its bare name."""
+    known = list(flows)
+    scheme, colon, bare = name.rpartition(":")
+    for one, module_name in SCHEMES.items():
+        if not colon or one == scheme:
+            module = importlib.import_module(module_name)
+            names: list[str] = module.registered_names()
+            known += names
+            if f"{one}:{bare}" in names:
+                found: type[Flow] = module.registered(bare)
+                return found
+    raise UnknownName("flow", name, known)
 
 
 def load_flow(spec: str, **arguments: Any) -> Flow:
     """Build a flow from a registered name or from ``path/to/file.py:ClassName``.
+
+    The class may also be one of another flow system that says, in ``__kvsieve_flow__()``, which Flow class it is; a
+    file that imports vortex_torch gets the layer that provides it (:mod:`kvsieve.compat.vortex`).
 
     Raises:
         UnknownName: no such flow, or no such class in the file.
         ConfigError: the file does not exist or does not import; arguments that the constructor refuses.
     """
     path, colon, class_name = spec.rpartition(":")
-    if not colon:
+    if not colon or path in SCHEMES:
         if spec.endswith(".py"):
             raise ConfigError(f"flow {spec!r}: expected file.py:ClassName, received a file without a class name")
         return build_flow(spec, **arguments)
     module = import_file(Path(path))
-    classes = {key: value for key, value in vars(module).items() if _is_flow_of(value, module)}
+    found = {key: _flow_of(value, module) for key, value in vars(module).items()}
+    classes = {key: value for key, value in found.items() if value is not None}
     if class_name not in classes:
         raise UnknownName(f"flow class in {path}", class_name, classes)
     return instantiate(classes[class_name], arguments)
@@ -287,5 +313,11 @@ def definition_of(flow: Flow, method: str) -> Location | None:
     return Location(code.co_filename, code.co_firstlineno) if code else None
 
 
-def _is_flow_of(value: object, module: types.ModuleType) -> bool:
-    return isinstance(value, type) and issubclass(value, Flow) and value.__module__ == module.__name__
+def _flow_of(value: object, module: types.ModuleType) -> type[Flow] | None:
+    """The Flow class that a name of a flow file stands for; None: it is no flow, or one of another file."""
+    if not isinstance(value, type) or value.__module__ != module.__name__:
+        return None
+    if issubclass(value, Flow):
+        return value
+    convert: Callable[[], type[Flow]] | None = getattr(value, "__kvsieve_flow__", None)
+    return convert() if convert is not None else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
 import sys
 import traceback
@@ -9,6 +11,9 @@ import types
 from pathlib import Path
 
 from kvsieve.errors import ConfigError
+
+LAYERS = {"vortex_torch": "kvsieve.compat.vortex"}
+"""Packages that a layer stands in for, and the layer's module, whose ``install()`` makes them importable."""
 
 
 def import_file(path: Path) -> types.ModuleType:
@@ -24,6 +29,7 @@ def import_file(path: Path) -> types.ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"flow file {str(path)!r}: expected a Python file with the ending .py")
     module = importlib.util.module_from_spec(spec)
+    _install_layers(path)
     sys.modules[name] = module  # torch.export and inspect look the module up by name
     try:
         spec.loader.exec_module(module)
@@ -37,6 +43,20 @@ def import_file(path: Path) -> types.ModuleType:
             f"flow file {path}{f':{line}' if line else ''} does not import: {type(error).__name__}: {error}"
         ) from error
     return module
+
+
+def _install_layers(path: Path) -> None:
+    """Provide the packages that a file imports and a layer stands in for."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # running the file says it better
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        for package in {name.split(".")[0] for name in names} & set(LAYERS):
+            importlib.import_module(LAYERS[package]).install()
 
 
 def _line_in(error: BaseException, path: Path) -> int | None:

@@ -118,6 +118,11 @@ class Layers:
         self, index: int, head_dim: int, v_head_dim: int, group: int, scale: float, device: torch.device
     ) -> tuple[FlowGraphs, Any]:
         wanted = extra_parameters(self.flow)
+        if self.flow.equal_widths and head_dim != v_head_dim:
+            raise ConfigError(
+                f"layer {index}: flow {self.flow!r} requires keys and values of one width, received {head_dim} and "
+                f"{v_head_dim}"
+            )
         geometry = Geometry(
             self.page_size,
             head_dim,
@@ -126,6 +131,14 @@ class Layers:
             scale if "scale" in wanted else None,
             index if "layer" in wanted else 0,
         )
+        return self.prepared(geometry, device)
+
+    def prepared(self, geometry: Geometry, device: torch.device) -> tuple[FlowGraphs, Any]:
+        """The flow, traced for a geometry and as the backend runs it on a device.
+
+        Raises:
+            ConfigError: the backend refuses it.
+        """
         if (geometry, device) not in self._prepared:
             graphs = trace_flow(self.flow, geometry)
             reason = self.backend.refusal(graphs)

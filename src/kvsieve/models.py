@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,17 @@ def require(*packages: str) -> None:
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, for errors of one line."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def quiet_transformers() -> None:
+    """Keep the loading bars and hints of Transformers out of the terminal, where it is installed."""
+    try:
+        from transformers.utils import logging
+    except ImportError:
+        return  # load_model says what is missing
+    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated", category=FutureWarning)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 if __name__ == "__main__":

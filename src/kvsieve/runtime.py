@@ -12,8 +12,8 @@ import torch
 from kvsieve.backends import Backend, get_backend
 from kvsieve.budget import Budget, BudgetLike
 from kvsieve.call import Attended, Call, ReadStats
-from kvsieve.errors import ConfigError, NotCroppable
-from kvsieve.flow import Flow, build_flow, check_flow, choose_page_size
+from kvsieve.errors import ConfigError, NotCroppable, OutOfPages
+from kvsieve.flow import Flow, check_flow, choose_page_size, load_flow
 from kvsieve.layers import Layer, Layers
 from kvsieve.mass import RequestMass
 from kvsieve.paging.table import CROP_ROWS, RequestId, RequestTables
@@ -25,7 +25,7 @@ class Runtime:
     """Runs a flow over requests; all layers share one runtime.
 
     Args:
-        flow: a flow, or the name of a registered one.
+        flow: a flow, the name of a registered one, or ``file.py:ClassName``.
         budget: pages attended per step, for all layers or per layer.
         page_size: tokens per page; None: the flow's own, else 16.
         num_blocks: blocks of the pool; None: it grows.
@@ -46,7 +46,7 @@ class Runtime:
         dense_layers: Collection[int] = (),
         backend: str | Backend = "eager",
     ) -> None:
-        self.flow = build_flow(flow) if isinstance(flow, str) else flow
+        self.flow = load_flow(flow) if isinstance(flow, str) else flow
         _check_arguments(self.flow, budget, num_blocks)
         self.page_size = choose_page_size(self.flow, page_size)
         for one in [budget] if isinstance(budget, Budget) else budget.values():
@@ -124,6 +124,38 @@ class Runtime:
         for _, layer in self.layers.items():
             layer.queries.copy(request, twin)
         return twin
+
+    def adopt(self, source: Runtime, requests: Sequence[RequestId]) -> list[RequestId]:
+        """New requests with the tokens that another runtime holds for ``requests``.
+
+        Flow, budget, page size and backend may differ: K and V are copied, pages are summarized by this runtime's flow,
+        and state starts as after a prefill. The other runtime and its requests stay as they are.
+
+        Raises:
+            OutOfPages: the pool is too small; nothing is changed.
+            ConfigError: this runtime's flow has attention mass that is seeded by prompt queries, which nobody kept.
+        """
+        if self.flow.mass is not None and self.flow.mass.seed != "none":
+            raise ConfigError(
+                f"adopt: expected a flow without prompt-seeded attention mass, received {self.flow!r}; prefill with it"
+            )
+        source._settle()
+        source._refuse_preempted(requests)
+        lengths = [source.length(request) for request in requests]
+        adopted = [self.admit() for _ in requests]
+        if not any(lengths):
+            return adopted
+        try:
+            call = self.extend(adopted, lengths)
+        except OutOfPages:
+            self.finish(adopted)
+            raise
+        for index, layer in source.layers.items():
+            parts = [layer.pool.tokens(source.tables[one].blocks, n) for one, n in zip(requests, lengths, strict=True)]
+            k, v = (torch.cat(field) for field in zip(*parts, strict=True))
+            heads = layer.pool.num_kv_heads * layer.group
+            call.store(index, k, v, query_heads=heads, scale=layer.scale)
+        return adopted
 
     def crop(self, requests: Sequence[RequestId], lengths: Sequence[int]) -> None:
         """Forget the tokens of each request from a length on.

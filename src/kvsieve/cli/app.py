@@ -10,7 +10,8 @@ from typing import Any
 import typer
 from typer.main import get_command
 
-from kvsieve.cli import bench, flows, generate, new, verify
+from kvsieve.cli import bench, explain, flows, generate, new, verify
+from kvsieve.cli import eval as evaluation
 from kvsieve.cli.study import study_app
 from kvsieve.errors import KvsieveError
 
@@ -25,6 +26,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("bench")(bench.bench_command)
+app.command("eval")(evaluation.eval_command)
+app.command("explain")(explain.explain_command)
 app.command("flows")(flows.flows_command)
 app.command("generate")(generate.generate_command)
 app.command("new")(new.new_command)

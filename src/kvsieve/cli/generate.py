@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from typing import Any
 
 import typer
@@ -14,7 +13,7 @@ from kvsieve.cli.options import check_device, choose_budget, parse_dtype, parse_
 from kvsieve.cli.report import Comparison, print_report
 from kvsieve.errors import ConfigError, UnknownName
 from kvsieve.flow import check_flow, choose_page_size, load_flow
-from kvsieve.models import load_model
+from kvsieve.models import load_model, quiet_transformers
 
 
 def generate_command(
@@ -77,14 +76,3 @@ def read_prompt(prompt: str | None, prompt_file: str | None) -> str:
     if not text:
         raise ConfigError("the prompt is empty: expected some text to continue")
     return text
-
-
-def quiet_transformers() -> None:
-    """Keep the loading bars and hints of Transformers out of the terminal, where it is installed."""
-    try:
-        from transformers.utils import logging
-    except ImportError:
-        return  # load_model says what is missing
-    warnings.filterwarnings("ignore", message="`past_key_values` is deprecated", category=FutureWarning)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()

@@ -58,7 +58,7 @@ def parse_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def parse_layers(text: str) -> list[int]:
+def parse_layers(text: str, option: str = "--skip-layers") -> list[int]:
     """``"0,1,4-6" -> [0, 1, 4, 5, 6]``; empty text is no layer.
 
     Raises:
@@ -68,7 +68,7 @@ def parse_layers(text: str) -> list[int]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ConfigError(f"--skip-layers: expected layers such as 0,1,4-6, received {part!r}")
+            raise ConfigError(f"{option}: expected numbers such as 0,1,4-6, received {part!r}")
         layers.extend(range(int(first), int(last or first) + 1))
     return sorted(set(layers))
 

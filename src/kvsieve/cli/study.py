@@ -12,10 +12,10 @@ from rich import box
 from rich.table import Table
 
 from kvsieve.budget import Budget
-from kvsieve.cli.generate import quiet_transformers
 from kvsieve.cli.options import read_file
 from kvsieve.cli.terminal import output, progress_bar
 from kvsieve.dtypes import STATE_DTYPES
+from kvsieve.models import quiet_transformers
 from kvsieve.verify.accumulator_report import ERROR, PUBLISHED_FLOW
 from kvsieve.verify.plots import check_plotting, plot_decay, plot_weights
 from kvsieve.verify.published import SEEDS, PublishedReport, run_published

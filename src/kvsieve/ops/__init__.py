@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvsieve.ops import along, contract, elementwise, index, reduce, shape
+from kvsieve.ops import along, contract, convolve, elementwise, index, reduce, shape
 from kvsieve.ops.view import Batch, NodeView, Refused, Shape, Value, show
 
 __all__ = ["Batch", "NodeView", "OpKind", "Refused", "Shape", "Value", "kind_of", "op_name", "row_of", "show", "table"]
@@ -42,6 +42,7 @@ def _build() -> dict[str, OpKind]:
     rows |= dict.fromkeys(within, along.WithinPage())
     rows["avg_pool1d"] = along.AvgPool()
     rows["max_pool1d"] = along.MaxPool()
+    rows["conv1d"] = convolve.Conv1d()
     reshapes = ("reshape", "view", "_unsafe_view", "flatten", "unflatten", "squeeze", "unsqueeze")
     rows |= dict.fromkeys(reshapes, shape.Reshape())
     permutes = ("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "t", "numpy_T", "mT")

@@ -93,6 +93,12 @@ class LayerPool:
                 for field in fields.values():
                     field[:, target] = field[:, source]
 
+    def tokens(self, blocks: Sequence[int], length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first ``length`` tokens of a request that lies in ``blocks``: k [length, H, D], v [length, H, Dv]."""
+        places = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        k, v = (field.index_select(1, places).flatten(1, 2)[:, :length].transpose(0, 1) for field in (self.k, self.v))
+        return k, v
+
     def save(self, blocks: Sequence[int], rows: Sequence[int]) -> dict[str, torch.Tensor]:
         """The content of blocks and rows, on the CPU."""
         saved: dict[str, torch.Tensor] = {}

@@ -43,7 +43,8 @@ EXACT = _names(
 # Ops that add up many products or terms: their operands are perturbed too, so that a cancelling sum keeps its error.
 SUMS = _names(
     "sum mean var std cumsum cumprod prod softmax _softmax log_softmax _log_softmax logsumexp linalg_vector_norm "
-    "matmul mm bmm mv dot linear einsum avg_pool1d layer_norm"
+    "matmul mm bmm mv dot linear einsum conv1d avg_pool1d "
+    "layer_norm"
 )
 
 LOGS = frozenset(("logsumexp", "log_softmax", "_log_softmax"))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvsieve.dtypes import DTYPES, dtype_name
-from kvsieve.flow import Flow, build_flow, load_flow
+from kvsieve.flow import Flow, load_flow
 from kvsieve.verify.checks import Numbers
 from kvsieve.verify.programs import FuzzResult, fuzz
 from kvsieve.verify.report import FlowReport
@@ -43,11 +43,11 @@ def verify_flow(flow: Flow | str, checks: Sequence[Check] = CHECKS, **where: Any
     """Check a flow in this process.
 
     Args:
-        flow: a flow, or the name of a registered one.
+        flow: a flow, the name of a registered one, or ``file.py:ClassName``.
         checks: which checks; :data:`CHECKS` by default.
         where: ``backend``, ``dtype``, ``device``, ``seed`` of :class:`Subject`.
     """
-    subject = Subject(build_flow(flow) if isinstance(flow, str) else flow, **where)
+    subject = Subject(load_flow(flow) if isinstance(flow, str) else flow, **where)
     start = time.perf_counter()
     outcomes = [run_check(check, subject) for check in checks]
     return report(subject, outcomes, time.perf_counter() - start)

@@ -12,6 +12,7 @@ from kvsieve.graph import FlowGraphs
 from kvsieve.mass import FIELDS as MASS_FIELDS
 from kvsieve.reference import ReferenceSegment, ReferenceStep, select
 from kvsieve.verify.checks import (
+    Fault,
     Numbers,
     boundary_ulp,
     compare,
@@ -76,7 +77,7 @@ class SegmentTwin:
                 self.mass.sharp = self.sharp
                 self.mass.begin(decode=False)
             self.mass.write(len(k))
-        for key, value in zip(k, v, strict=True):
+        for key, value in zip(k.to(F64), v.to(F64), strict=True):
             self.reference.write(key, value)
             self._enter()
         if self.mass and q is not None:
@@ -154,12 +155,7 @@ class SegmentTwin:
         expect(len(state) == len(self.state), "state", self.place, f"{len(state)} pages, expected {len(self.state)}")
         for page, (stored, wanted) in enumerate(zip(state, self.state, strict=True)):
             for name, value in wanted.items():
-                expect(
-                    torch.equal(_bits(stored[name]), _bits(value)),
-                    "state",
-                    f"{self.place} page {page}",
-                    f"{name} is {_show(stored[name])}, expected {_show(value)}: nothing should have changed it",
-                )
+                _unchanged("state", f"{self.place} page {page}", name, stored[name], value)
         numbers.note("storage", 0.0)
 
     def check_summary(self, numbers: Numbers, page: int, stored: Mapping[str, torch.Tensor]) -> None:
@@ -178,12 +174,7 @@ class SegmentTwin:
         """The summaries of full pages stay as they were when they were checked, bit for bit."""
         for page, fields in self.summaries.items():
             for name, value in fields.items():
-                expect(
-                    torch.equal(_bits(stored[page][name]), _bits(value)),
-                    "summary",
-                    f"{self.place} page {page}",
-                    f"{name} is {_show(stored[page][name])}, was {_show(value)}: nothing should have changed it",
-                )
+                _unchanged("summary", f"{self.place} page {page}", name, stored[page][name], value)
 
     def _check_scores(
         self,
@@ -257,6 +248,13 @@ class SegmentTwin:
         while len(self.state) < len(self.reference.state):
             fields = self.graphs.state_fields if self.graphs else {}
             self.state.append({name: spec.initial.clone() for name, spec in fields.items() if spec.initial is not None})
+
+
+def _unchanged(stage: str, place: str, name: str, stored: torch.Tensor, wanted: torch.Tensor) -> None:
+    """A stored field is what it was, bit for bit."""
+    if not torch.equal(_bits(stored), _bits(wanted)):
+        was = f"{name} is {_show(stored)}, was {_show(wanted)}"
+        raise Fault(stage, place, f"{was}: nothing should have changed it")
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:

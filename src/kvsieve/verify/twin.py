@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,7 +12,7 @@ from kvsieve.backends import Backend
 from kvsieve.budget import Budget, BudgetLike, budget_for_layer
 from kvsieve.call import Attended, Call
 from kvsieve.flow import Flow, extra_parameters
-from kvsieve.graph import FlowGraphs, Geometry, trace_flow
+from kvsieve.graph import FlowGraphs, Geometry
 from kvsieve.paging.allocator import NULL_BLOCK
 from kvsieve.reference import ReferenceSegment
 from kvsieve.runtime import CROP_ROWS, RequestId, Runtime
@@ -65,6 +65,8 @@ class Twin:
         spoil: bool = True,
         judged: float = 1.0,
     ) -> None:
+        if flow.equal_widths:
+            options = replace(options, shapes=tuple(replace(one, v_head_dim=one.head_dim) for one in options.shapes))
         self.flow, self.budget, self.options, self.spoil = flow, budget, options, spoil
         self.data = data or IidData(0)
         self.runtime = Runtime(
@@ -82,7 +84,6 @@ class Twin:
         self._floors: dict[RequestId, int] = {}
         self._segments: dict[tuple[int, RequestId, int], SegmentTwin] = {}
         self._families: dict[RequestId, tuple[int, int]] = {}  # family and how many tokens of it are the request's own
-        self._traced: dict[Geometry, FlowGraphs] = {}
         self._graphs = [self._trace(layer) for layer in range(len(options.shapes))]
 
     # The life of a request, on both sides
@@ -355,9 +356,8 @@ class Twin:
             self.options.scale if "scale" in wanted else None,
             layer if "layer" in wanted else 0,
         )
-        if geometry not in self._traced:
-            self._traced[geometry] = trace_flow(self.flow, geometry)
-        return self._traced[geometry]
+        # The geometry is worked out here; if the runtime's is the same, the two share what tracing takes long to make.
+        return self.runtime.layers.prepared(geometry, torch.device(self.options.device))[0]
 
     def _new_segment(self, layer: int, request: RequestId, head: int) -> SegmentTwin:
         dense = layer in self.options.dense_layers

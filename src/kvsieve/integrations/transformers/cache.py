@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Collection
 from typing import Any
@@ -117,6 +118,25 @@ class SparseCache(Cache):
         self._requests, self._seen, self._forward = [], None, None
         for layer in (*self._paged.values(), *self._sliding):
             layer.reset()
+
+    def copy_past(self, other: SparseCache) -> None:
+        """Begin with the tokens that another cache of the same model holds; flow, budget and page size may differ.
+
+        So one dense prefill serves many flows and budgets. ``other`` stays as it is.
+
+        Raises:
+            ConfigError: this cache already holds tokens, or the caches are not of one model.
+        """
+        if self._seen is not None:
+            raise ConfigError("copy_past: expected an empty cache, received one that holds tokens; use reset() first")
+        if other._seen is None or [*other._paged] != [*self._paged] or len(other._sliding) != len(self._sliding):
+            raise ConfigError("copy_past: expected a cache of the same model that holds tokens; run the prefill first")
+        self._requests = self.runtime.adopt(other.runtime, other._requests)
+        self._seen, self._forward = other._seen.clone(), None
+        for index, layer in self._paged.items():
+            layer.length, layer.is_initialized = other._paged[index].length, True
+        for sliding, theirs in zip(self._sliding, other._sliding, strict=True):
+            vars(sliding).update(copy.deepcopy(vars(theirs)))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row ``i`` continues row ``beam_idx[i]``: full pages are shared, partial ones copied on write."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvsieve.backends import eager
+from kvsieve.backends import attention
 from kvsieve.backends.base import AttentionOptions
 from kvsieve.call import Call
 from kvsieve.mass import FIELDS, AttentionMass, MassLedger
@@ -91,7 +91,7 @@ def _(original: Any) -> Any:
     return lambda self, probabilities, dim: probabilities.mean(dim)
 
 
-@fault("prompt queries see later tokens", 4, eager, "column_sums")
+@fault("prompt queries see later tokens", 4, attention, "column_sums")
 def _(original: Any) -> Any:
     def sums(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         mass = options.mass
@@ -103,12 +103,12 @@ def _(original: Any) -> Any:
     return sums
 
 
-@fault("prompt mass drops sink logits", 24, eager, "column_sums")
+@fault("prompt mass drops sink logits", 24, attention, "column_sums")
 def _(original: Any) -> Any:
     return lambda q, k, options: original(q, k, replace(options, sinks=None))
 
 
-@fault("prompt mass drops the soft-cap", 24, eager, "column_sums")
+@fault("prompt mass drops the soft-cap", 24, attention, "column_sums")
 def _(original: Any) -> Any:
     return lambda q, k, options: original(q, k, replace(options, softcap=None))
 

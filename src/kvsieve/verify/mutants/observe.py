@@ -10,7 +10,6 @@ from unittest import mock
 import torch
 
 import kvsieve.layers
-import kvsieve.verify.twin
 from kvsieve.call import Call
 from kvsieve.flow import Flow
 from kvsieve.graph import FlowGraphs, Geometry, trace_flow
@@ -75,8 +74,7 @@ def traced_once() -> Iterator[None]:
             _TRACED[flow, geometry] = trace_flow(flow, geometry)
         return _TRACED[flow, geometry]
 
-    first = mock.patch.object(kvsieve.layers, "trace_flow", traced)
-    with first, mock.patch.object(kvsieve.verify.twin, "trace_flow", traced):
+    with mock.patch.object(kvsieve.layers, "trace_flow", traced):
         yield
 
 

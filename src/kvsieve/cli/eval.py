@@ -1,0 +1,120 @@
+"""``kvsieve eval``: quality of flows on seeded tasks, and the share of attention that they cover."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from kvsieve.backends import backend_names
+from kvsieve.cli.options import check_device, parse_dtype, parse_flow_arguments, read_file
+from kvsieve.cli.terminal import output, progress_bar
+from kvsieve.errors import ConfigError, UnknownName
+from kvsieve.evaluate.cells import COLUMNS, LEGEND, cells, heading
+from kvsieve.evaluate.contenders import line_up, parse_budget
+from kvsieve.evaluate.report import write_report
+from kvsieve.evaluate.run import Setting, Wish, evaluate
+from kvsieve.evaluate.store import ResultStore
+from kvsieve.evaluate.summary import Summary, summarize
+from kvsieve.evaluate.tasks import TASKS, choose_tasks
+from kvsieve.flow import list_flows
+from kvsieve.models import quiet_transformers
+
+PIPE_WIDTH = 140
+TEXT = "examples/jargon.txt"
+TASK_HELP = f"{', '.join(TASKS)}; may be repeated"
+QUICK: dict[str, Any] = {
+    "task": ["needle", "repeat", "perplexity"],
+    "budget": ["12.5%"],
+    "context": [1024],
+    "samples": 4,
+}
+FULL: dict[str, Any] = {**QUICK, "task": list(TASKS), "budget": ["25%", "12.5%"], "samples": 8}
+
+
+def eval_command(
+    flows: list[str] = typer.Argument(None, metavar="FLOW", help="registered name, or file.py:ClassName"),
+    flow: list[str] = typer.Option([], help="a flow, as before; may be repeated"),
+    everything: bool = typer.Option(False, "--all", help="every registered flow"),
+    flow_arg: list[str] = typer.Option([], metavar="KEY=VALUE", help="argument of the flow, if it is one; may repeat"),
+    model: str = typer.Option("smollm2", help="smollm2, a local directory, or a hub path"),
+    budget: list[str] = typer.Option([], help="share of the context (0.125, 12.5%) or tokens (256); may be repeated"),
+    context: list[int] = typer.Option([], min=64, help="tokens of context; may be repeated"),
+    task: list[str] = typer.Option([], help=TASK_HELP),
+    samples: int | None = typer.Option(None, min=1, help="samples per task and context"),
+    quick: bool = typer.Option(False, help="three tasks, 12.5%, 1024 tokens, 4 samples, unless they are given"),
+    text: str = typer.Option(TEXT, help="file with the text that contexts are cut from"),
+    seed: int = typer.Option(0, help="seed of all samples"),
+    page_size: int | None = typer.Option(None, min=1, help="tokens per page  [default: the flow's own, or 16]"),
+    dtype: str = typer.Option("fp32", help="fp32, bf16 or fp16"),
+    device: str = typer.Option("cpu", help="cpu, cuda, cuda:1, ..."),
+    backend: str = typer.Option("eager", help="backend that flows run on"),
+    batch: int = typer.Option(4, min=1, help="samples decoded together"),
+    jobs: int = typer.Option(1, min=1, help="worker processes"),
+    references: bool = typer.Option(True, help="also dense, oracle selection, random pages, recent only"),
+    results: Path | None = typer.Option(None, metavar="FILE", help="JSON lines to keep results in, and to go on from"),
+    report: Path | None = typer.Option(None, metavar="FILE", help="write one self-contained HTML file"),
+    as_json: bool = typer.Option(False, "--json", help="print one JSON object and nothing else on stdout"),
+) -> None:
+    """Compare flows with dense attention and the exact best pages on a real model.
+
+    Contexts are prefilled densely; question and answer are decoded sparsely.
+    """
+    names = [*(flows or []), *flow, *(list_flows() if everything else ())]
+    arguments = parse_flow_arguments(flow_arg)
+    if not names:
+        raise ConfigError("expected a flow, --flow or --all, received none of them")
+    if arguments and len(set(names)) > 1:
+        raise ConfigError("--flow-arg belongs to one flow: expected one, received several; evaluate them one by one")
+    if backend not in backend_names():
+        raise UnknownName("backend", backend, backend_names())
+    parse_dtype(dtype)
+    check_device(device)
+    default = QUICK if quick else FULL
+    wish = Wish(
+        line_up(names, arguments, page_size, references),
+        [one.name for one in choose_tasks(task or default["task"])],
+        list(dict.fromkeys(context or default["context"])),
+        [parse_budget(one) for one in budget or default["budget"]],
+        samples or default["samples"],
+    )
+    setting = Setting(model, read_file(text, "--text"), dtype, device, backend, seed, batch)
+    quiet_transformers()
+    summary = run(setting, wish, jobs, results)
+    if report is not None:
+        write_report(summary, report, shlex.join(["kvsieve", *sys.argv[1:]]))
+    if as_json:
+        print(json.dumps(summary.as_json()))
+    else:
+        show(summary)
+
+
+def run(setting: Setting, wish: Wish, jobs: int, results: Path | None) -> Summary:
+    """Evaluate what is missing and sum up."""
+    store = ResultStore(setting.as_json(), results)
+    with progress_bar("eval") as progress:
+        evaluate(setting, wish, store, jobs, progress)
+    return summarize(setting, wish, store)
+
+
+def show(summary: Summary) -> None:
+    """Print a table per task and context."""
+    console, setting = output(PIPE_WIDTH), summary.setting
+    words = f"{setting.model} ({setting.dtype}, {setting.device}, {setting.backend}), seed {setting.seed}, "
+    console.print(Text(f"{words}{summary.wish.samples} samples; nll in nats per answer token", style="dim"))
+    for task in summary.wish.tasks:
+        for context in summary.wish.contexts:
+            table = Table(*COLUMNS, title=heading(task, context), title_justify="left", box=box.SIMPLE_HEAD)
+            for column in table.columns[2:]:
+                column.justify = "right"
+            for row in summary.of(task, context):
+                table.add_row(*cells(row))
+            console.print(table)
+    console.print(Text(LEGEND, style="dim"))

@@ -1,0 +1,1 @@
+"""Layers on which code written for other libraries runs."""

@@ -1,0 +1,70 @@
+"""Row functions over a work list: operands gathered, computed in float32 piece by piece, rounded once at the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from kvsieve.compat.vortex.core.work import Windows
+
+PIECE = 2**24
+"""Elements of the largest operand that are held in float32 at a time."""
+
+
+class Operand(Protocol):
+    """Rows of an operand, by place in the work list."""
+
+    width: int
+
+    def __call__(self, piece: slice) -> torch.Tensor:
+        """Rows [n, D0, D1] of a piece of the work list, as stored."""
+
+
+class Gathered:
+    """Rows ``table[index]``; table [L, D0, D1], index [n] int64."""
+
+    def __init__(self, table: torch.Tensor, index: torch.Tensor) -> None:
+        self.table, self.index = table, index
+        self.width = table.shape[1] * table.shape[2]
+
+    def __call__(self, piece: slice) -> torch.Tensor:
+        return self.table.index_select(0, self.index[piece])
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """In the dtype that is computed in: float32, or float64 for float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def compute(
+    operands: Sequence[Operand],
+    function: Callable[..., torch.Tensor],
+    out: torch.Tensor,
+    index: torch.Tensor,
+    width: int,
+) -> None:
+    """``out[index] = function(*operands)``: index [n] int64; ``width``: elements of a result row."""
+    step = max(1, PIECE // max(width, *(operand.width for operand in operands)))
+    for start in range(0, len(index), step):
+        piece = slice(start, start + step)
+        value = function(*(widened(operand(piece)) for operand in operands))
+        rows = index[piece]
+        out[rows] = value.to(out.dtype).expand(len(rows), *out.shape[1:])
+
+
+def over_windows(
+    x: torch.Tensor,
+    windows: Windows,
+    fill: float,
+    before: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
+) -> torch.Tensor:
+    """Window rows in float32 after ``before``, pages first: x [L, D0, D1] -> [widest, m, D0, D1]; padding: ``fill``."""
+    rows = widened(x.index_select(0, windows.positions.flatten())).unflatten(0, windows.positions.shape)
+    return torch.where(windows.valid[:, :, None, None], before(rows), fill).transpose(0, 1)
+
+
+def store_windows(x: torch.Tensor, windows: Windows, value: torch.Tensor) -> None:
+    """Write [widest, m, D0, D1] back to the window rows of x."""
+    x[windows.rows] = value.transpose(0, 1).flatten(0, 1)[windows.places].to(x.dtype)

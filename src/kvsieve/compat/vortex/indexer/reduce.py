@@ -1,0 +1,85 @@
+"""Reductions: over a page's inner axes, or (``dim=0``) over a segment's window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvsieve.compat.vortex.abs.tensor import FORMAT, as_vtensor, plain, vTensor
+from kvsieve.compat.vortex.core import checks, maths, ops
+from kvsieve.compat.vortex.core.kernels import over_windows
+from kvsieve.compat.vortex.core.work import Windows
+from kvsieve.compat.vortex.indexer.base import IndexerOp
+from kvsieve.compat.vortex.indexer.context import number, segments_of
+from kvsieve.compat.vortex.utils import ReduceType
+
+
+class Reduce(ops.Reduce, IndexerOp):
+    """``[S, D0, D1]`` -> ``[S, 1, D1]`` (dim 1) or ``[S, D0, 1]`` (dim 2).
+
+    dim 0: RAGGED -> BATCHED ``[segments, D0, D1]``, over each segment's window; 0 for segments that are not scored.
+    """
+
+    dims = (0, 1, 2)
+
+    def result_shape(self, *shapes: ops.Inner) -> ops.Inner:
+        return shapes[0] if self.dim == 0 else super().result_shape(*shapes)
+
+    def execute(self, *operands: Any, ctx: Any = None, **named: Any) -> vTensor:
+        if self.dim:
+            return super().execute(*operands, ctx=ctx, **named)
+        (x,) = self._checked([*operands, *named.values()], self.profiled)
+        out = plain(x).new_zeros(segments_of(ctx), *checks.inner(x))
+        windows = windows_of(ctx)
+        if windows is not None:
+            rows = over_windows(plain(x), windows, maths.IDENTITY[self.reduce_type])
+            out[windows.segments] = self._reduced(rows, windows).to(out.dtype)
+        return as_vtensor(out, FORMAT.BATCHED)
+
+    def _reduced(self, rows: torch.Tensor, windows: Windows) -> torch.Tensor:
+        if self.reduce_type is ReduceType.Mean:  # padding is no part of the mean
+            return rows.sum(0) / windows.valid.sum(1)[:, None, None]
+        return maths.REDUCE[self.reduce_type](rows, 0)[0]
+
+    def _check_format(self, x: Any) -> None:
+        checks.format_of(self, "operand", x, *((FORMAT.RAGGED,) if self.dim == 0 else self.accepts))
+
+    def _result_format(self, xs: Any) -> FORMAT:
+        return FORMAT.BATCHED if self.dim == 0 else super()._result_format(xs)
+
+
+def windows_of(ctx: Any) -> Windows | None:
+    """The windows of the segments that this step scores."""
+    bos, eos = number(ctx, "page_reserved_bos"), number(ctx, "page_reserved_eos")
+    return Windows.read(ctx.dense_kv_indptr, segments_of(ctx), bos, eos, number(ctx, "topk_val"))
+
+
+class Mean(Reduce):
+    """Arithmetic mean."""
+
+    reduce_type = ReduceType.Mean
+
+
+class Max(Reduce):
+    """Largest value."""
+
+    reduce_type = ReduceType.Max
+
+
+class Min(Reduce):
+    """Smallest value."""
+
+    reduce_type = ReduceType.Min
+
+
+class Sum(Reduce):
+    """Sum."""
+
+    reduce_type = ReduceType.Sum
+
+
+class L2Norm(Reduce):
+    """Euclidean norm, ``sqrt(sum(x**2))``."""
+
+    reduce_type = ReduceType.L2Norm

@@ -1,0 +1,51 @@
+"""Copies between the page listing and the pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvsieve.compat.vortex.abs.tensor import plain
+from kvsieve.compat.vortex.core.work import Work
+from kvsieve.compat.vortex.indexer.triton_kernels._rows import paged
+
+
+def _save_rp(
+    x: torch.Tensor,
+    o: torch.Tensor,
+    indices: torch.Tensor,
+    winfo_offsets: torch.Tensor,
+    winfo_lens: torch.Tensor,
+    winfo_num_workloads: torch.Tensor,
+    max_chunk_size: int = 0,
+    num_sms: int = 1,
+) -> None:
+    """``o[indices[p]] = x[p]``."""
+    work = Work.read(winfo_offsets, winfo_lens, winfo_num_workloads)
+    plain(o)[paged(indices)(work)] = plain(x)[work.positions].to(o.dtype)
+
+
+def _load_pr(
+    x: torch.Tensor,
+    o: torch.Tensor,
+    indices: torch.Tensor,
+    winfo_offsets: torch.Tensor,
+    winfo_lens: torch.Tensor,
+    winfo_num_workloads: torch.Tensor,
+    max_chunk_size: int = 0,
+    num_sms: int = 1,
+) -> None:
+    """``o[p] = x[indices[p]]``."""
+    work = Work.read(winfo_offsets, winfo_lens, winfo_num_workloads)
+    plain(o)[work.positions] = plain(x)[paged(indices)(work)].to(o.dtype)
+
+
+def save_rp(x: Any, o: Any, ctx: Any) -> None:
+    """:func:`_save_rp` with the work list of a context."""
+    _save_rp(x, o, ctx.dense_kv_indices, ctx.winfo_kv_offsets, ctx.winfo_kv_lens, ctx.winfo_num_workloads)
+
+
+def load_pr(x: Any, o: Any, ctx: Any) -> None:
+    """:func:`_load_pr` with the work list of a context."""
+    _load_pr(x, o, ctx.dense_kv_indices, ctx.winfo_kv_offsets, ctx.winfo_kv_lens, ctx.winfo_num_workloads)

@@ -1,0 +1,46 @@
+"""Softmax over the windows of segments, in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvsieve.compat.vortex.abs.tensor import plain
+from kvsieve.compat.vortex.core.errors import OpError
+from kvsieve.compat.vortex.core.kernels import over_windows, store_windows
+from kvsieve.compat.vortex.core.maths import softmax
+from kvsieve.compat.vortex.core.work import Windows
+from kvsieve.compat.vortex.indexer.context import number, segments_of
+
+
+def _softmax_inplace_r(
+    x: torch.Tensor,
+    dim: int,
+    indptr: torch.Tensor,
+    scale: float,
+    page_reserved_bos: int,
+    page_reserved_eos: int,
+    topk_val: int,
+    batch_size: int,
+) -> None:
+    """``x = softmax(scale * x)`` over each segment's window ``[bos, pages - eos)``, element by element, in place.
+
+    Float32 arithmetic, one rounding at the store. Segments of ``bos + eos + topk_val`` pages or fewer, and rows
+    outside the window, are left alone.
+
+    Args:
+        x: [S, D0, D1]. dim: 0. indptr: [segments + 1], the page listing. batch_size: segments.
+    """
+    if dim != 0:
+        raise OpError(f"_softmax_inplace_r: expected dim 0, received {dim!r}")
+    windows = Windows.read(indptr, batch_size, page_reserved_bos, page_reserved_eos, topk_val)
+    if windows is not None:
+        rows = over_windows(plain(x), windows, -torch.inf, lambda value: scale * value)
+        store_windows(plain(x), windows, softmax(rows))
+
+
+def softmax_inplace_r(x: Any, dim: int, scale: float, ctx: Any) -> None:
+    """:func:`_softmax_inplace_r` with the page listing of a context."""
+    bos, eos = number(ctx, "page_reserved_bos"), number(ctx, "page_reserved_eos")
+    _softmax_inplace_r(x, dim, ctx.dense_kv_indptr, scale, bos, eos, number(ctx, "topk_val"), segments_of(ctx))

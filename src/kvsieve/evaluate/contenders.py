@@ -1,0 +1,140 @@
+"""What is compared: flows, and the reference lines dense, oracle selection, random pages and recent only."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from kvsieve.budget import Budget
+from kvsieve.errors import ConfigError
+from kvsieve.evaluate.tasks import TAIL
+from kvsieve.flow import DEFAULT_PAGE_SIZE, Flow, check_flow, choose_page_size, flow_name, load_flow
+
+DENSE, ORACLE, RANDOM, RECENT = "dense", "oracle selection", "random pages", "recent only"
+REFERENCES = (DENSE, ORACLE, RANDOM, RECENT)
+RECENT_FLOW = "streaming_llm"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One line of the report.
+
+    Attributes:
+        name: unique; a flow's name, or a reference's.
+        rule: "flow": the flow selects; else one of ``REFERENCES``.
+        spec: the flow that runs, as :func:`~kvsieve.flow.load_flow` takes it.
+        arguments: of the flow.
+        page_size: tokens per page.
+        digest: of the flow's source and arguments: results of another version are not mixed in.
+    """
+
+    name: str
+    rule: str
+    spec: str
+    page_size: int
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    digest: str = ""
+
+    def build(self) -> Flow:
+        """The flow that runs."""
+        return load_flow(self.spec, **self.arguments)
+
+    def budget(self, flow: Flow, tokens: int) -> Budget:
+        """The budget of ``tokens`` for this contender; everything for dense."""
+        if self.rule == DENSE:
+            return Budget(0, 0, 10**6)
+        return Budget.tokens(tokens, self.page_size, selects=flow.score is not None)
+
+
+def flow_contender(spec: str, arguments: Mapping[str, Any], page_size: int | None) -> Contender:
+    """A flow by name or ``file.py:Class``.
+
+    Raises:
+        UnknownName, ConfigError: no such flow, or a page size that it refuses.
+    """
+    flow = load_flow(spec, **arguments)
+    size = choose_page_size(flow, page_size if flow.page_size is None else None)
+    check_flow(flow, size, Budget(0))
+    if spec == RECENT_FLOW and not arguments and size == DEFAULT_PAGE_SIZE:
+        return reference(RECENT, size)
+    shown = flow_name(flow) + (f" ({', '.join(f'{k}={v}' for k, v in arguments.items())})" if arguments else "")
+    return Contender(shown, "flow", spec, size, dict(arguments), _digest(flow))
+
+
+def reference(rule: str, page_size: int) -> Contender:
+    """A reference line; those of another page size than 16 say so."""
+    name = f"{RECENT} ({RECENT_FLOW})" if rule == RECENT else rule
+    shown = name if page_size == DEFAULT_PAGE_SIZE or rule == DENSE else f"{name}, page {page_size}"
+    return Contender(shown, rule, RECENT_FLOW, page_size)
+
+
+def line_up(
+    specs: Sequence[str], arguments: Mapping[str, Any], page_size: int | None, references: bool = True
+) -> list[Contender]:
+    """Flows, and the references that belong beside them: all at the first flow's page size, oracle at every one.
+
+    Raises:
+        ConfigError: two flows of one name.
+    """
+    flows = [flow_contender(spec, arguments, page_size) for spec in dict.fromkeys(specs)]
+    names = [flow.name for flow in flows]
+    double = sorted({name for name in names if names.count(name) > 1})
+    if double:
+        raise ConfigError(f"expected flows of different names, received {double} twice; rename one of them")
+    if not references:
+        return flows
+    sizes = list(dict.fromkeys(sorted((flow.page_size for flow in flows), reverse=True)))
+    beside = [reference(rule, sizes[0]) for rule in REFERENCES]
+    beside += [reference(ORACLE, size) for size in sizes[1:]]
+    return beside + [flow for flow in flows if flow not in beside]
+
+
+def _digest(flow: Flow) -> str:
+    try:
+        source = inspect.getsource(type(flow))
+    except (OSError, TypeError):
+        source = repr(type(flow))
+    return hashlib.sha256(f"{source}{flow!r}".encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class BudgetWish:
+    """A budget as it was written: tokens, or a share of the context."""
+
+    text: str
+    tokens: int | None = None
+    share: Fraction | None = None
+
+    def of(self, context: int) -> int:
+        """Tokens at a context, rounded up. All of it means all of question and answer too."""
+        if self.tokens is not None:
+            return self.tokens
+        assert self.share is not None
+        if self.share == 1:
+            return context + TAIL
+        return -(-self.share.numerator * context // self.share.denominator)
+
+
+def parse_budget(text: str) -> BudgetWish:
+    """``0.125`` and ``12.5%`` are shares of the context, ``256`` is a number of tokens.
+
+    Raises:
+        ConfigError: neither.
+    """
+    try:
+        value = Fraction(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except (ValueError, ZeroDivisionError):
+        value = Fraction(-1)
+    is_share = text.endswith("%") or "." in text
+    if is_share and 0 < value <= 1:
+        return BudgetWish(text, share=value)
+    if not is_share and value >= 1 and value.denominator == 1:
+        return BudgetWish(text, tokens=int(value))
+    raise ConfigError(
+        f"--budget: expected a share of the context such as 0.125 or 12.5%, or a number of tokens such as 256, "
+        f"received {text!r}"
+    )

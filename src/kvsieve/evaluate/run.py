@@ -1,0 +1,158 @@
+"""Runs an evaluation: batches of samples, each prefilled once, then decoded by every contender that is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+
+from kvsieve.dtypes import DTYPES
+from kvsieve.errors import ConfigError
+from kvsieve.evaluate.contenders import DENSE, BudgetWish, Contender
+from kvsieve.evaluate.decode import Batch
+from kvsieve.evaluate.store import Key, Result, ResultStore
+from kvsieve.evaluate.tasks import TAIL, TASKS
+from kvsieve.evaluate.text import Corpus, digest
+from kvsieve.models import load_model, quiet_transformers
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all results of a run share. ``text`` is the text itself; ``batch``: samples that are decoded together."""
+
+    model: str
+    text: str
+    dtype: str = "fp32"
+    device: str = "cpu"
+    backend: str = "eager"
+    seed: int = 0
+    batch: int = 4
+
+    def as_json(self) -> dict[str, Any]:
+        """As plain values, the text by its digest."""
+        return {**vars(self), "text": digest(self.text)}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a run is asked for."""
+
+    contenders: Sequence[Contender]
+    tasks: Sequence[str]
+    contexts: Sequence[int]
+    budgets: Sequence[BudgetWish]
+    samples: int
+
+    def keys(self, task: str, context: int, samples: Sequence[int]) -> Iterator[tuple[Contender, list[Key]]]:
+        """Per contender and budget the results of some samples. Dense has one budget: everything."""
+        tokens = list(dict.fromkeys(budget.of(context) for budget in self.budgets))
+        for contender in self.contenders:
+            for count in [context + TAIL] if contender.rule == DENSE else tokens:
+                yield contender, [Key(task, context, count, contender.name, sample) for sample in samples]
+
+    def digests(self) -> dict[str, str]:
+        """Digest by contender."""
+        return {contender.name: contender.digest for contender in self.contenders}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A batch of samples and what is missing of it: the work of one process at a time."""
+
+    task: str
+    context: int
+    samples: tuple[int, ...]
+    missing: list[tuple[Contender, list[Key]]] = field(hash=False)
+
+
+Progress = Callable[[int, int], None]
+
+
+def units(wish: Wish, store: ResultStore, batch: int) -> list[Unit]:
+    """The work that is left, the dearest first.
+
+    Samples are batched by their numbers, and a batch is run as a whole: a run that is continued computes what a run in
+    one piece does, to the last bit.
+    """
+    found = []
+    for context in sorted(wish.contexts, reverse=True):
+        for task in wish.tasks:
+            for first in range(0, wish.samples, batch):
+                samples = tuple(range(first, min(first + batch, wish.samples)))
+                wanted = wish.keys(task, context, samples)
+                missing = [(who, keys) for who, keys in wanted if not all(key in store.results for key in keys)]
+                if missing:
+                    found.append(Unit(task, context, samples, missing))
+    return found
+
+
+def evaluate(setting: Setting, wish: Wish, store: ResultStore, jobs: int = 1, progress: Progress | None = None) -> None:
+    """Compute what ``store`` lacks of ``wish`` and add it.
+
+    Raises:
+        ConfigError: the text is too short, or the context too long for the model.
+    """
+    store.refuse_other_versions(wish.digests())
+    todo = units(wish, store, setting.batch)
+    total = sum(len(unit.missing) for unit in todo)
+    if progress is not None:
+        progress(0, total)
+    for done, results in enumerate(run_units(setting, todo, jobs), 1):
+        store.add(results)
+        if progress is not None:
+            progress(done, total)
+
+
+def run_units(setting: Setting, todo: Sequence[Unit], jobs: int) -> Iterator[list[Result]]:
+    """Results of every contender and budget of every unit, as they come."""
+    if jobs == 1 or len(todo) < 2:
+        for unit in todo:
+            yield from run_unit(setting, unit)
+        return
+    workers = min(jobs, len(todo))
+    threads = max(1, torch.get_num_threads() // workers)
+    with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (threads,)) as pool:
+        futures = [pool.submit(_whole_unit, setting, unit) for unit in todo]
+        try:
+            for future in as_completed(futures):
+                yield from future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def run_unit(setting: Setting, unit: Unit) -> Iterator[list[Result]]:
+    """Results of one batch of samples, one list per contender and budget."""
+    model, corpus = _loaded(setting)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and unit.context + TAIL > limit:
+        raise ConfigError(
+            f"--context {unit.context}: expected at most {limit - TAIL}, the model's {limit} positions less {TAIL} for "
+            "question and answer"
+        )
+    samples = [TASKS[unit.task].sample(corpus, unit.context, setting.seed, index) for index in unit.samples]
+    names = [f"{setting.seed}/{unit.task}/{unit.context}/{index}" for index in unit.samples]
+    batch = Batch(model, samples, names, setting.backend)
+    for contender, keys in unit.missing:
+        outcomes = batch.run(contender, keys[0].tokens)
+        yield [Result(key, contender.digest, outcome) for key, outcome in zip(keys, outcomes, strict=True)]
+
+
+@cache
+def _loaded(setting: Setting) -> tuple[Any, Corpus]:
+    """Model and text of a setting, loaded once a process."""
+    model, tokenizer = load_model(setting.model, DTYPES[setting.dtype], device=setting.device)
+    return model, Corpus(tokenizer, setting.text)
+
+
+def _start_worker(threads: int) -> None:
+    torch.set_num_threads(threads)
+    quiet_transformers()
+
+
+def _whole_unit(setting: Setting, unit: Unit) -> list[list[Result]]:
+    return list(run_unit(setting, unit))
