@@ -33,10 +33,10 @@ def plot_measurement(measurement: Measurement, path: Path) -> None:
     columns = min(3, len(flows))
     rows = -(-len(flows) // columns)
     figure: Any = Figure(figsize=(5.2 * columns, 4.3 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
+    axes = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
     for axis, flow in zip(axes, flows, strict=False):
         _panel(axis, flow, measurement)
-    for axis in list(axes)[len(flows) :]:
+    for axis in axes[len(flows) :]:
         axis.set_visible(False)
     setting = measurement.setting
     figure.suptitle(
@@ -58,7 +58,7 @@ def _panel(axis: Any, flow: FlowResult, measurement: Measurement) -> None:
     for number, name in enumerate(("score", "select", "attend")):
         points = [(case.context, phase.seconds) for case in cases for phase in case.phases if phase.name == name]
         if points:
-            axis.loglog([p[0] for p in points], _us(p[1] for p in points), f"C{number}--", label=name, linewidth=1)
+            axis.loglog([p[0] for p in points], _us(p[1] for p in points), f"C{number}.--", label=name, linewidth=1)
     roofline = [case.step.bytes / measurement.copy_bandwidth for case in cases]
     axis.loglog(x, _us(roofline), "C3:", label="bytes of the step / copy bandwidth")
     dense = [_dense_bytes(case, measurement) / measurement.copy_bandwidth for case in cases]
