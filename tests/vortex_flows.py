@@ -77,7 +77,7 @@ class Normalized(Base):
 
     def __init__(self):
         super().__init__()
-        self.gemm, self.normalize, self.softmax, self.min = I.GeMM(), I.Normalize(), I.Softmax(scale=2.5), I.Min(dim=2)
+        self.gemm, self.normalize, self.softmax, self.min = I.GeMM(), I.Normalize(), I.Softmax(scale=60.0), I.Min(dim=2)
 
     def forward_indexer(self, q, o, cache, ctx):
         logits = self.gemm(q, cache["centroids"], ctx=ctx)
