@@ -98,7 +98,7 @@ class VortexFlow(Flow):
         """What ``Fill`` writes to the fields that ``Save`` writes."""
         _, shapes = self._instances.get(page_size, head_dim)
         states = self._analysis.states.items()
-        return {stored_name(name): torch.full(shapes[name], value) for name, value in states}
+        return {stored_name(name): torch.full(shapes[name], value, dtype=torch.float32) for name, value in states}
 
     def score(
         self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]
