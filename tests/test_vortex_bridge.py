@@ -21,6 +21,9 @@ from kvsieve.graph import Geometry, trace_flow
 from kvsieve.runtime import Runtime
 from kvsieve.verify.accumulator import run_accumulator
 from kvsieve.verify.accumulator_options import AccumulatorOptions
+from kvsieve.verify.data import BulkData, LayerShape
+from kvsieve.verify.subject import Subject
+from kvsieve.verify.suite import drive
 from vortex_world import BATCHED, RAGGED, World, bare
 
 FILE = Path(__file__).parent / "vortex_flows.py"
@@ -285,6 +288,32 @@ def test_widths_of_values(tmp_path: Path) -> None:
     q, k, v = torch.zeros(4, 2, 8), torch.zeros(4, 1, 8), torch.zeros(4, 1, 6)
     with pytest.raises(ConfigError, match="requires keys and values of one width, received 8 and 6"):
         runtime.extend([request], [4]).attend(0, q, k, v)
+
+
+def test_fields_may_have_any_name(tmp_path: Path) -> None:
+    """Names that mean something to kvsieve, or are no identifiers, are stored under others."""
+    body = """
+    def __init__(self, mass=0.5):
+        super().__init__()
+        self.keep = mass
+    def create_cache(self, page_size, head_dim):
+        return {"c": (1, head_dim), "mass": (1, 1), "age": (1, head_dim), "hh-score": (1, 1)}
+    def forward_cache(self, cache, loc, ctx):
+        super().forward_cache(cache, loc, ctx)
+        C.Max(1)(cache["k"], cache["age"], loc=loc, ctx=ctx)
+        C.Fill(2.0)(cache["mass"], loc=loc, ctx=ctx)
+        C.L2Norm(2)(cache["age"], cache["hh-score"], loc=loc, ctx=ctx)
+    def forward_indexer(self, q, o, cache, ctx):
+        score = I.Max(2)(I.GeMM()(q, cache["age"], ctx=ctx), ctx=ctx)
+        score = I.Add(1.0, self.keep)(I.Add()(score, cache["hh-score"], ctx=ctx), cache["mass"], ctx=ctx)
+        I.Save()(score, cache["mass"], ctx=ctx)
+        I.topK()(score, o, ctx=ctx)
+    """
+    flow = load_flow(flow_file(tmp_path, body), mass=0.25)
+    drive(Subject(flow), [LayerShape(2, 3, 20, 12)], BulkData(0), [41, 33], 2)
+    graphs = trace_flow(flow, Geometry(5, 20, 20, 3))
+    assert set(graphs.summary_fields) == {"c", "field_age", "field_hh_score"}
+    assert float(graphs.state_fields["field_mass"].initial) == 2.0
 
 
 def test_page_sizes() -> None:

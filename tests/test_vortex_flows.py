@@ -11,6 +11,7 @@ import torch
 
 import kvsieve.compat.vortex.cache as cache_side
 import kvsieve.compat.vortex.indexer as indexer
+from kvsieve.budget import Budget
 from kvsieve.cli.app import run
 from kvsieve.compat.vortex.abs import vOp
 from kvsieve.compat.vortex.bridge import registered_names
@@ -82,3 +83,21 @@ def test_a_bridged_flow_reads_what_it_says() -> None:
     pages = trace_flow(load_flow("vortex:gqa_h2o_sparse_attention"), Geometry(5, 80, 80, 7))
     assert set(pages.score_reads) == {"centroids", "max", "min"}
     assert pages.score_bytes_per_page(torch.bfloat16) == 3 * 80 * 2
+
+
+def test_inside_transformers() -> None:
+    """A name, a file and the native form generate the same tokens."""
+    from kvsieve.integrations.transformers import SparseCache
+    from tiny_models import build
+
+    model = build("llama")
+    prompt = torch.randint(2, 97, (1, 60), generator=torch.Generator().manual_seed(0))
+
+    def generated(flow: str) -> list[int]:
+        cache = SparseCache(model.config, flow=flow, budget=Budget(2, 1, 1), page_size=5)
+        tokens = model.generate(prompt, past_key_values=cache, max_new_tokens=6, do_sample=False)
+        assert cache.stats.field_bytes, "the flow was asked"
+        return tokens[0, 60:].tolist()
+
+    assert generated("vortex:gqa_quest_sparse_attention") == generated("gqa_quest_sparse_attention")
+    assert len(generated(f"{FILE}:MaskedQuest")) == 6

@@ -482,3 +482,18 @@ def test_plain_tensors_after_profiling() -> None:
     reduce(bare(k), bare(out), loc, caches)
     row = world.slots[0][4] // 5 * world.heads
     assert torch.equal(bare(out)[row : row + world.heads, 0], bare(k)[row : row + world.heads].amax(1))
+
+
+def test_a_window_of_exactly_topk_pages_is_left_alone() -> None:
+    """Six pages at a budget of 1 + 3 + 2: everything fits, so softmax, normalisation and top-k do nothing."""
+    world = World(lengths=(30,), heads=2)
+    ctx = world.plan()
+    x = as_vtensor(torch.ones(ctx.max_num_pages, 1, 1), RAGGED)
+    o = as_vtensor(torch.full((ctx.max_num_pages, 1, 1), -5, dtype=torch.int32), RAGGED)
+    for op in (indexer.Softmax(), indexer.Normalize()):
+        op(x, ctx=ctx)
+    indexer.topK()(x, o, ctx=ctx)
+    assert bool((bare(x) == 1).all()) and bool((bare(o) == -5).all()) and not world.scored()
+    ctx.topk_val = 2
+    indexer.Softmax()(x, ctx=ctx)
+    assert bare(x).flatten()[:12].tolist() == pytest.approx([1, 1 / 3, 1 / 3, 1 / 3, 1, 1] * 2)

@@ -73,17 +73,19 @@ class TokenLogits(Base):
 
 @register("t_normalized")
 class Normalized(Base):
-    """Logits normalised over the window, then softmax over the window, least over heads."""
+    """Least of the heads' normalised logits plus the largest of their probabilities over the window."""
 
     def __init__(self):
         super().__init__()
-        self.gemm, self.normalize, self.softmax, self.min = I.GeMM(), I.Normalize(), I.Softmax(scale=2.5), I.Min(dim=2)
+        self.gemm, self.gemm2, self.normalize, self.softmax = I.GeMM(), I.GeMM(), I.Normalize(), I.Softmax(scale=0.5)
+        self.min, self.max, self.add = I.Min(dim=2), I.Max(dim=2), I.Add(1.0, 0.5)
 
     def forward_indexer(self, q, o, cache, ctx):
-        logits = self.gemm(q, cache["centroids"], ctx=ctx)
-        self.normalize(logits, ctx=ctx)
-        self.softmax(logits, ctx=ctx)  # in place: logits are probabilities now
-        self.top(self.min(logits, ctx=ctx), o, ctx=ctx)
+        logits, others = self.gemm(q, cache["centroids"], ctx=ctx), self.gemm2(q, cache["centroids"], ctx=ctx)
+        self.normalize(logits, ctx=ctx)  # in place
+        self.softmax(others, ctx=ctx)
+        least, most = self.min(logits, ctx=ctx), self.max(others, ctx=ctx)
+        self.top(self.add(least, most, ctx=ctx), o, ctx=ctx)
 
 
 @register("t_logsumexp")

@@ -197,6 +197,13 @@ class PoolPages(Means):
         return F.avg_pool1d(pages["age"][None], 5)[0]  # wrong
 
 
+@wrong("op conv1d of [1, W, ", "with weight [1, W, 1] mixes pages as channels", "leave the page axis whole")
+class ConvolvePages(Means):
+    def score(self, q, pages):
+        mixed = F.conv1d(pages["k"][:, 0][None], pages["age"][None, :, None])  # wrong
+        return pages["age"] + mixed.sum()
+
+
 @wrong("op max_pool1d(kernel_size=4, stride=1, padding=2, dilation=1) changes the number of pages", "odd kernel_size")
 class PoolEven(Means):
     def score(self, q, pages):

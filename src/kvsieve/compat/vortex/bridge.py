@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from kvsieve.compat.vortex.core.errors import OpError
-from kvsieve.compat.vortex.core.fields import analyse, cache_of_page, cache_of_window
+from kvsieve.compat.vortex.core.fields import analyse, cache_of_page, cache_of_window, stored_name
 from kvsieve.compat.vortex.core.formats import FORMAT
 from kvsieve.compat.vortex.core.segment import SegmentContext, SegmentTensor
 from kvsieve.compat.vortex.flow import registry
@@ -25,7 +25,8 @@ from kvsieve.flow import Flow
 
 PREFIX = "vortex:"
 """``vortex:NAME`` is the flow that is registered under NAME here, whatever kvsieve itself calls NAME."""
-_MEMBERS = frozenset(("name", "summarize", "init_state", "score", "summary_dtypes"))
+_MEMBERS = frozenset(dir(Flow))
+"""Attributes that mean something to kvsieve; constructor arguments of these names are not shown as attributes."""
 _CLASS = "_kvsieve_class"
 
 
@@ -91,12 +92,13 @@ class VortexFlow(Flow):
         cache = cache_of_page(k, v, shapes)
         ctx = SegmentContext(k.shape[0], k.shape[1])
         flow.forward_cache(cache, torch.zeros(1, dtype=torch.int64), ctx)
-        return {name: cache[name].data[0] for name in self._analysis.summaries}
+        return {stored_name(name): cache[name].data[0] for name in self._analysis.summaries}
 
     def init_state(self, page_size: int, head_dim: int) -> Mapping[str, torch.Tensor]:
         """What ``Fill`` writes to the fields that ``Save`` writes."""
         _, shapes = self._instances.get(page_size, head_dim)
-        return {name: torch.full(shapes[name], value) for name, value in self._analysis.states.items()}
+        states = self._analysis.states.items()
+        return {stored_name(name): torch.full(shapes[name], value, dtype=torch.float32) for name, value in states}
 
     def score(
         self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]
@@ -114,7 +116,8 @@ class VortexFlow(Flow):
                 f"{self.vflow.__name__}.forward_indexer: saves {sorted(ctx.saved)} here and "
                 f"{sorted(self._analysis.states)} at another geometry; expected the same fields everywhere"
             )
-        return (scores, ctx.saved) if ctx.saved else scores
+        saved = {stored_name(name): value for name, value in ctx.saved.items()}
+        return (scores, saved) if saved else scores
 
 
 def flow_class(cls: type[vFlow]) -> type[VortexFlow]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from kvsieve.compat.vortex.core.errors import OpError
 from kvsieve.compat.vortex.core.formats import FORMAT
 from kvsieve.compat.vortex.core.segment import SegmentContext, SegmentTensor
 from kvsieve.errors import ConfigError, KvsieveError
+from kvsieve.graph import RESERVED
 
 PAGE_SIZES = (16, 5, 1, 33, 2, 4, 8, 32, 64, 128, 256)
 """Tried in turn: a flow that accepts the first four is taken to accept every page size."""
@@ -82,6 +84,11 @@ class StoredTokens(SegmentTensor):
         raise OpError(f"forward_cache: writes {self.name}, the stored tokens; expected a field of create_cache")
 
 
+def stored_name(name: str) -> str:
+    """The name under which kvsieve stores a field: its own, unless that means something else to kvsieve."""
+    return name if name.isidentifier() and name not in RESERVED else f"field_{re.sub(r'[^0-9A-Za-z_]', '_', name)}"
+
+
 def cache_of_page(k: torch.Tensor, v: torch.Tensor, shapes: Shapes) -> dict[str, SegmentTensor]:
     """The cache that ``forward_cache`` sees: k [p, D], v [p, Dv], and empty fields."""
     tokens = {name: StoredTokens(x[None], FORMAT.PAGED, name) for name, x in (("k", k), ("v", v))}
@@ -93,8 +100,8 @@ def cache_of_window(pages: Mapping[str, torch.Tensor], shapes: Shapes) -> dict[s
     width, like, known = pages["position"].shape[0], pages["position"], set(pages)
     cache = {name: SegmentTensor(pages[name], FORMAT.PAGED, name) for name in ("k", "v")}
     for name, shape in shapes.items():
-        zero = torch.zeros(1, *shape, dtype=like.dtype, device=like.device) if name not in known else None
-        data = pages[name] if zero is None else zero.expand(width, *shape)
+        zero = torch.zeros(1, *shape, dtype=like.dtype, device=like.device) if stored_name(name) not in known else None
+        data = pages[stored_name(name)] if zero is None else zero.expand(width, *shape)
         cache[name] = SegmentTensor(data, FORMAT.PAGED, name)
     return cache
 
@@ -167,7 +174,10 @@ def saved_fields(flow: Any, shapes: Shapes, page_size: int, widths: tuple[int, i
     """Fields that ``forward_indexer`` saves."""
     head_dim = widths[0]
     pages = {key: torch.zeros(PAGES, page_size, width) for key, width in zip(("k", "v"), widths, strict=True)}
-    pages |= {"position": torch.zeros(PAGES), **{key: torch.ones(PAGES, *shape) for key, shape in shapes.items()}}
+    pages |= {
+        "position": torch.zeros(PAGES),
+        **{stored_name(key): torch.ones(PAGES, *shape) for key, shape in shapes.items()},
+    }
     ctx = SegmentContext(page_size, head_dim, GROUP)
     q, o = torch.zeros(1, GROUP, head_dim), torch.zeros(1, 1, 1)
     query, out = SegmentTensor(q, FORMAT.BATCHED), SegmentTensor(o, FORMAT.RAGGED)

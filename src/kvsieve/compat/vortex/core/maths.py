@@ -69,7 +69,7 @@ REDUCE: dict[ReduceType, Reduction] = {
     ReduceType.Mean: lambda x, dim: x.mean(dim, keepdim=True),
     ReduceType.Max: lambda x, dim: x.amax(dim, keepdim=True),
     ReduceType.Min: lambda x, dim: x.amin(dim, keepdim=True),
-    ReduceType.L2Norm: lambda x, dim: torch.linalg.vector_norm(x, 2, dim, keepdim=True),
+    ReduceType.L2Norm: lambda x, dim: torch.sqrt((x * x).sum(dim, keepdim=True)),  # sum adds pairwise, norm does not
     ReduceType.Sum: lambda x, dim: x.sum(dim, keepdim=True),
 }
 
@@ -93,8 +93,8 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
 
 def normalize(x: torch.Tensor) -> torch.Tensor:
     """``x / max(|x|, 1e-12)`` with the Euclidean norm over axis 0, for every element of a row by itself."""
-    norm = torch.linalg.vector_norm(x.movedim(0, -1), 2, -1)
-    return x / torch.clamp(norm, min=SMALLEST_NORM)
+    squares = (x * x).movedim(0, -1).sum(-1)
+    return x / torch.clamp(torch.sqrt(squares), min=SMALLEST_NORM)
 
 
 def gemm(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
