@@ -75,7 +75,8 @@ def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any,
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    return pyplot.subplots(rows, columns, figsize=size, squeeze=False)
+    both: tuple[Any, Any] = pyplot.subplots(rows, columns, figsize=size, squeeze=False)
+    return both
 
 
 def save(figure: Any, path: Path) -> None:
