@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,7 +81,10 @@ class Batch:
         layers = {id(layer.pool): index for index, layer in cache.runtime.layers.items()}
         with torch.inference_mode():
             logprobs, best = self._decode(cache, coverage)
-        return self._outcomes(logprobs.tolist(), best.tolist(), cache.stats, coverage)
+        stats = cache.stats
+        del cache, layers
+        gc.collect()  # a cache and its layers know each other: their memory is not given back by itself
+        return self._outcomes(logprobs.tolist(), best.tolist(), stats, coverage)
 
     def _start(self, flow: Flow, budget: Budget, page_size: int, backend: Any) -> Any:
         """A cache that holds the prefixes: a copy of the dense ones, unless the flow must see the prompt's queries."""

@@ -68,7 +68,8 @@ def lost_words(trace: Trace) -> str:
     return (
         f"Lost and mattered most: page {worst.page} (tokens {first}-{first + trace.page_size - 1}, "
         f"{trace.page_text(worst.page)!r}) held {worst.mass:.1%} of the exact attention of layer {worst.layer}, KV "
-        f"head {worst.head}, at step {worst.step} (reading {trace.pieces[trace.prompt + worst.step]!r}), and was not kept"
+        f"head {worst.head}, at step {worst.step} (reading {trace.pieces[trace.prompt + worst.step]!r}), and was not "
+        "kept"
     )
 
 
