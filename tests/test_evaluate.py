@@ -180,7 +180,7 @@ def test_references_are_ordered_as_they_must_be(model: Any, corpus: Corpus) -> N
 
 
 def kvsieve(tiny: Path, text: Path, *words: str) -> int:
-    common = ("--model", str(tiny), "--text", str(text), "--context", str(CONTEXT), "--budget", "96")
+    common = ("--model", str(tiny), "--text", str(text), "--context", "200", "--budget", "96")
     return run(["eval", *common, "--samples", "3", "--batch", "2", *words])
 
 
@@ -246,8 +246,6 @@ def test_wrong_requests_are_one_line(
 class Links(HTMLParser):
     """Whether a page is well formed, and what it would load."""
 
-    VOID = frozenset({"meta", "path", "rect", "circle", "br"})
-
     def __init__(self) -> None:
         super().__init__()
         self.open: list[str] = []
@@ -255,9 +253,12 @@ class Links(HTMLParser):
         self.words: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.loads += [value or "" for name, value in attrs if name in ("src", "href", "srcset")]
-        if tag not in self.VOID:
+        self.handle_startendtag(tag, attrs)
+        if tag != "meta":
             self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loads += [value or "" for name, value in attrs if name in ("src", "href", "srcset")]
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -268,8 +269,8 @@ class Links(HTMLParser):
 
 def test_the_report_is_one_file_with_every_number(tiny: Path, text: Path, tmp_path: Path) -> None:
     report = tmp_path / "deep" / "report.html"
-    words = (QUEST, TOKENS, "--budget", "64", "--task", "repeat", "--task", "perplexity", "--report", str(report))
-    assert kvsieve(tiny, text, *words) == 0
+    words = (QUEST, TOKENS, "--budget", "64", "--task", "repeat", "--task", "perplexity")
+    assert kvsieve(tiny, text, *words, "--samples", "1", "--report", str(report)) == 0
     page, reader = report.read_text(), Links()
     reader.feed(page)
     assert not reader.open and not reader.loads and "url(" not in page and "@import" not in page

@@ -49,8 +49,8 @@ def test_a_trace_is_what_the_runtime_did(loaded: tuple[Any, Any], trace: Trace) 
     from kvsieve.integrations.transformers import SparseCache
 
     model, tokenizer = loaded
-    ids = tokenizer("".join(trace.pieces)).input_ids
-    assert trace.pieces[PROMPT : PROMPT + 3] == [tokenizer.decode([token]) for token in FORCED]
+    ids = trace.ids
+    assert tuple(ids[PROMPT : PROMPT + 3]) == FORCED and trace.pieces == [tokenizer.decode([one]) for one in ids]
     selections: list[torch.Tensor] = []
     plain = Call.attend
 

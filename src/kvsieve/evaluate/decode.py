@@ -63,6 +63,11 @@ class Batch:
 
     def run(self, contender: Contender, tokens: int) -> list[Outcome]:
         """Decode every sample's question and answer under a budget of ``tokens``."""
+        outcomes = self._run(contender, tokens)
+        gc.collect()  # a cache and its layers know each other: without this, their memory piles up
+        return outcomes
+
+    def _run(self, contender: Contender, tokens: int) -> list[Outcome]:
         flow = contender.build()
         budget = contender.budget(flow, tokens)
         coverage = Coverage(Budget.tokens(tokens, contender.page_size), len(self.samples))
@@ -81,10 +86,7 @@ class Batch:
         layers = {id(layer.pool): index for index, layer in cache.runtime.layers.items()}
         with torch.inference_mode():
             logprobs, best = self._decode(cache, coverage)
-        stats = cache.stats
-        del cache, layers
-        gc.collect()  # a cache and its layers know each other: their memory is not given back by itself
-        return self._outcomes(logprobs.tolist(), best.tolist(), stats, coverage)
+        return self._outcomes(logprobs.tolist(), best.tolist(), cache.stats, coverage)
 
     def _start(self, flow: Flow, budget: Budget, page_size: int, backend: Any) -> Any:
         """A cache that holds the prefixes: a copy of the dense ones, unless the flow must see the prompt's queries."""
