@@ -27,7 +27,7 @@ from kvsieve.evaluate.tasks import TASKS, choose_tasks
 from kvsieve.flow import list_flows
 from kvsieve.models import quiet_transformers
 
-PIPE_WIDTH = 140
+PIPE_WIDTH = 160
 TEXT = "examples/jargon.txt"
 TASK_HELP = f"{', '.join(TASKS)}; may be repeated"
 QUICK: dict[str, Any] = {

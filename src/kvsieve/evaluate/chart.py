@@ -9,7 +9,7 @@ from html import escape
 from kvsieve.evaluate.axes import Scale
 
 WIDTH, HEIGHT = 430, 300
-LEFT, RIGHT, TOP, BOTTOM = 50, 416, 26, 258
+LEFT, RIGHT, TOP, BOTTOM = 50, 408, 26, 258
 
 
 @dataclass(frozen=True)

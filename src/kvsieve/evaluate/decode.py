@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,11 @@ class Batch:
 
     def run(self, contender: Contender, tokens: int) -> list[Outcome]:
         """Decode every sample's question and answer under a budget of ``tokens``."""
+        outcomes = self._run(contender, tokens)
+        gc.collect()  # a cache and its layers know each other: without this, their memory piles up
+        return outcomes
+
+    def _run(self, contender: Contender, tokens: int) -> list[Outcome]:
         flow = contender.build()
         budget = contender.budget(flow, tokens)
         coverage = Coverage(Budget.tokens(tokens, contender.page_size), len(self.samples))

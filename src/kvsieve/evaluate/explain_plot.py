@@ -38,13 +38,14 @@ def plot_trace(trace: Trace, segments: Sequence[tuple[int, int]], path: Path) ->
     """
     figure, axes = new_figure(len(segments), 2, (13, 1 + 3.8 * len(segments)))
     for line, (layer, head) in zip(axes, segments, strict=True):
-        mass, kept = (field[trace.layers.index(layer), head] for field in (trace.mass, trace.kept))
-        line[0].imshow(kept, aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+        place = trace.layers.index(layer), head
+        mass, kept = trace.mass[place], trace.kept[place]
+        line[0].imshow(kept.numpy(), aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
         line[0].set_title(f"layer {layer}, KV head {head}: pages kept ({_captured(mass, kept):.1%} of the attention)")
         shown = line[1].imshow(
-            mass.clamp(min=FLOOR).log10(), aspect="auto", cmap="magma", vmin=-4, vmax=0, interpolation="nearest"
+            mass.clamp(min=FLOOR).log10().numpy(), aspect="auto", cmap="magma", vmin=-4, vmax=0, interpolation="nearest"
         )
-        line[1].set_title("exact attention per page; rings: most attended page not kept")
+        line[1].set_title("exact attention per page; rings: most attended page not kept, from 5% on")
         lost = torch.where(kept, 0.0, mass).max(1)
         steps = [step for step in range(trace.steps) if lost.values[step] >= 0.05]
         line[1].scatter([int(lost.indices[step]) for step in steps], steps, s=28, facecolors="none", edgecolors="cyan")

@@ -33,7 +33,7 @@ class Trace:
 
     Attributes:
         flow: the flow and its arguments. page_size, budget: of the run.
-        pieces: every token of prompt and generation as text.
+        ids, pieces: every token of prompt and generation, and the same as text.
         prompt: tokens that were prefilled densely; step ``t`` feeds token ``prompt + t``.
         forced: steps whose token was given; the rest were generated.
         layers: indices of the L layers.
@@ -44,6 +44,7 @@ class Trace:
     flow: str
     page_size: int
     budget: Budget
+    ids: list[int]
     pieces: list[str]
     prompt: int
     forced: int
@@ -120,8 +121,9 @@ def record(
     layers = sorted(recorded)
     mass = torch.stack([_stacked([one for one, _ in recorded[layer]]) for layer in layers])
     kept = torch.stack([_stacked([one for _, one in recorded[layer]]) for layer in layers])
-    pieces = [tokenizer.decode([token]) for token in (*prompt, *fed)]
-    return Trace(repr(flow), page_size, budget, pieces, len(prompt), len(forced), layers, mass, kept)
+    ids = [*prompt, *fed]
+    pieces = [tokenizer.decode([token]) for token in ids]
+    return Trace(repr(flow), page_size, budget, ids, pieces, len(prompt), len(forced), layers, mass, kept)
 
 
 def _row(model: Any, ids: Sequence[int]) -> torch.Tensor:
