@@ -15,11 +15,9 @@ from kvsieve.cli.app import run
 from kvsieve.errors import ConfigError
 from kvsieve.evaluate.contenders import line_up, parse_budget, reference
 from kvsieve.evaluate.decode import Batch
-from kvsieve.evaluate.tasks import TASKS, Sample
+from kvsieve.evaluate.tasks import INTRODUCTION, TASKS, Sample
 from kvsieve.evaluate.text import Corpus
 from kvsieve.flow import build_flow
-
-pytestmark = pytest.mark.slow
 
 transformers = pytest.importorskip("transformers")
 tiny_text = pytest.importorskip("tiny_text")
@@ -75,7 +73,9 @@ def test_a_needle_is_in_the_text_once_and_its_number_is_asked_for(corpus: Corpus
             (key,) = set(re.findall(r"special magic number for (\w+) mentioned", question))
             assert answer == dict(found)[key] and len(sample.answer) == 7
             assert question.endswith("mentioned in the text is: ")
-            depths.append(prefix.index(f"for {key} is") / len(prefix))
+            assert prefix.startswith(INTRODUCTION)
+            haystack = prefix.removeprefix(INTRODUCTION)
+            depths.append(haystack.index(f"for {key} is") / len(haystack))
         assert min(depths) < 0.35 and max(depths) > 0.65
 
 
@@ -124,6 +124,11 @@ def test_dense_is_the_models_own_attention(model: Any, corpus: Corpus) -> None:
     """Also for a flow that is dense in disguise; and a batch of ragged tails is each sample alone."""
     chosen = samples(corpus, (9, 23, 4))
     own = transformers.AutoModelForCausalLM.from_pretrained(model.name_or_path, attn_implementation="sdpa").eval()
+    for row, likely in enumerate((7, 3)):  # an answer that is right, and one whose beginning is
+        one = chosen[row]
+        ids = torch.tensor([one.prefix + one.question])
+        wrote = own.generate(ids, max_new_tokens=likely, min_new_tokens=likely, do_sample=False)[0, ids.shape[1] :]
+        chosen[row] = Sample(one.prefix, one.question, (*wrote.tolist(), *one.answer[likely:]))
     dense, *others = (reference("dense", 16), *line_up([QUEST, TOKENS], {}, None, references=False))
     batch = Batch(model, chosen, ["a", "b", "c"])
     for contender in (dense, *others):
@@ -135,11 +140,11 @@ def test_dense_is_the_models_own_attention(model: Any, corpus: Corpus) -> None:
             assert outcome.nll == pytest.approx(float(nll), rel=1e-4)
             right = (logits.argmax(-1) == torch.tensor(sample.answer)).double()
             assert outcome.accuracy == float(right.mean()) and outcome.exact == bool(right.all())
-            assert outcome.kv_bytes == outcome.dense_bytes
+            assert outcome.kv_bytes == outcome.dense_bytes and (sample is not chosen[0] or outcome.exact)
             assert outcome.shares == {name: [[1.0] * 2] * 2 for name in ("captured", "window", "recall")}
 
 
-@pytest.mark.parametrize("flow", [QUEST, TOKENS])
+@pytest.mark.parametrize("flow", [QUEST, TOKENS, "h2o"])
 def test_a_flow_decodes_as_generate_would(flow: str, model: Any, corpus: Corpus) -> None:
     """The shared prefix, the probe and the batch change nothing: the numbers are those of a plain SparseCache."""
     from kvsieve.integrations.transformers import SparseCache
@@ -204,6 +209,12 @@ def test_the_same_seed_gives_the_same_numbers_whole_or_in_parts(
     assert set(results.read_text().splitlines(keepends=True)) == set(lines)
     assert kvsieve(tiny, text, *words, "--results", str(results), "--seed", "1") == 2
     assert "seed 0, now 1" in capsys.readouterr().err
+    alone = (QUEST, "--task", "repeat", "--no-references", "--json", "--seed")
+    figures = []
+    for seed in ("0", "1"):
+        assert kvsieve(tiny, text, *alone, seed) == 0
+        figures.append(json.loads(capsys.readouterr().out)["rows"][0]["nll"])
+    assert figures[0] == whole["rows"][-1]["nll"] != figures[1]
     other = tmp_path / "other.txt"
     other.write_text("not a result\n")
     assert kvsieve(tiny, text, *words, "--results", str(other)) == 2
@@ -282,3 +293,25 @@ def test_the_report_is_one_file_with_every_number(tiny: Path, text: Path, tmp_pa
     assert page.count("<table") == 2 and page.count('class="heat"') == 2 * 6
     assert page.count("<tr>") == 2 * (1 + 1 + 2 * 6)
     assert "viewport" in page and "prefers-color-scheme:dark" in page
+
+
+@pytest.mark.slow
+def test_on_a_real_model_dense_in_disguise_is_dense_and_chance_is_at_the_bottom() -> None:
+    from kvsieve.models import load_model
+
+    model, tokenizer = load_model("smollm2")
+    text = Path(__file__).parent.parent / "examples" / "jargon.txt"
+    corpus = Corpus(tokenizer, text.read_text(encoding="utf-8"))
+    chosen = [TASKS["needle"].sample(corpus, 768, 0, index) for index in range(3)]
+    batch = Batch(model, chosen, ["a", "b", "c"])
+    dense, oracle, chance, recent, quest = line_up([QUEST], {}, None)
+
+    def nll(contender: Any, tokens: int) -> float:
+        return sum(outcome.nll for outcome in batch.run(contender, tokens)) / 3
+
+    best = nll(dense, 768 + 160)
+    assert best < 0.3
+    assert nll(quest, 768 + 160) == pytest.approx(best, rel=1e-3)
+    bottom = min(nll(chance, 192), nll(recent, 192))
+    assert nll(oracle, 192) < best + 0.15 < 1.2 < bottom
+    assert nll(quest, 192) < bottom - 0.5

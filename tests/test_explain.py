@@ -17,8 +17,6 @@ from kvsieve.evaluate.explain_page import explanation, lost_words
 from kvsieve.evaluate.trace import Trace, record
 from kvsieve.flow import build_flow
 
-pytestmark = pytest.mark.slow
-
 transformers = pytest.importorskip("transformers")
 tiny_text = pytest.importorskip("tiny_text")
 

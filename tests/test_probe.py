@@ -15,8 +15,6 @@ from kvsieve.evaluate.coverage import Coverage
 from kvsieve.evaluate.probe import Chooser, Step, instrumented
 from kvsieve.runtime import Runtime
 
-pytestmark = pytest.mark.slow
-
 QUEST = "gqa_quest_sparse_attention"
 
 

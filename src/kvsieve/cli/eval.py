@@ -86,6 +86,7 @@ def eval_command(
         samples or default["samples"],
     )
     setting = Setting(model, read_file(text, "--text"), dtype, device, backend, seed, batch)
+    wish.check()
     quiet_transformers()
     summary = run(setting, wish, jobs, results)
     if report is not None:

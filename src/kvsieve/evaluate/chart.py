@@ -9,6 +9,7 @@ from html import escape
 from kvsieve.evaluate.axes import Scale
 
 WIDTH, HEIGHT = 430, 300
+REFERENCE_SHAPES = {"ref-random": 2, "ref-recent": 1}
 LEFT, RIGHT, TOP, BOTTOM = 50, 408, 26, 258
 
 
@@ -111,7 +112,7 @@ def _line(line: Line, x: Scale, y: Scale) -> str:
 
 def _marker(style: str, x: float, y: float) -> str:
     """A shape by the style's last digit, so that colour is not all that tells lines apart."""
-    kind = int(style[-1]) % 4 if style[-1].isdecimal() else 3
+    kind = int(style[-1]) % 4 if style[-1].isdecimal() else REFERENCE_SHAPES.get(style, 3)
     x, y = round(x, 1), round(y, 1)
     shapes = (
         f'<circle class="mark" cx="{x}" cy="{y}" r="4"/>',

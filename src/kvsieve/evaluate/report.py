@@ -111,8 +111,8 @@ def _maps(summary: Summary) -> str:
     """Captured window mass per layer and head: one map per contender, means over the tasks."""
     parts = [
         "<h2>Captured mass by layer and head</h2>",
-        '<p class="soft">Share of the exact attention on competing pages that the selection covers; the darker, the '
-        "more. Layers run across, KV heads down; means over tasks.</p>",
+        '<p class="soft">Share of the exact attention on competing pages that the selection covers; the stronger '
+        "the colour, the more. Layers run across, KV heads down; means over tasks.</p>",
     ]
     groups = dict.fromkeys((row.context, row.tokens) for row in summary.rows if row.rule != DENSE)
     for number, (context, tokens) in enumerate(groups):

@@ -55,6 +55,18 @@ class Wish:
             for count in [context + TAIL] if contender.rule == DENSE else tokens:
                 yield contender, [Key(task, context, count, contender.name, sample) for sample in samples]
 
+    def check(self) -> None:
+        """Refuse budgets that a contender cannot have, before anything is loaded.
+
+        Raises:
+            ConfigError: a budget that does not hold sink and recent pages.
+        """
+        for contender in self.contenders:
+            flow = contender.build()
+            for context in self.contexts:
+                for budget in self.budgets:
+                    contender.budget(flow, budget.of(context))
+
     def digests(self) -> dict[str, str]:
         """Digest by contender."""
         return {contender.name: contender.digest for contender in self.contenders}
