@@ -162,6 +162,7 @@ def test_options_that_do_not_fit_are_refused():
         (lambda: run_accumulator(build_flow(TOKEN), AccumulatorOptions(seq_len=40)), "leaves 28 pages"),
         (lambda: run_accumulator(Hidden(1.0), AccumulatorOptions(**SHORT, sink=1, recent=2, decay=0.5)), "self.wish"),
         (lambda: run_accumulator(Maximum(), AccumulatorOptions(**SHORT, decay=0.5)), "constructor takes decay"),
+        (lambda: run_accumulator(build_flow("h2o"), AccumulatorOptions(**SHORT)), "mass the runtime keeps"),
     ]
     for call, words in cases:
         with pytest.raises(ConfigError, match=words):

@@ -176,7 +176,7 @@ def test_selection_kernel_on_long_windows(width: int, generator: torch.Generator
     places = torch.zeros(len(rows), width, dtype=torch.int64)
     for k in {1, 2, width // 2, width - 1}:
         ks = torch.full((len(rows),), k)
-        window = Window(torch.arange(len(rows)), places, places, valid, valid, valid, ks, ks, k, width * len(rows))
+        window = Window(torch.arange(len(rows)), places, places, valid, valid, valid, ks, k, width * len(rows))
         count = ks + 3
         quota = Quota(1, 2, torch.full((len(rows),), width + 3), count, k + 3, True, window)
         assert torch.equal(native.select(scores, quota, 2).pages, select_pages(scores, quota, 2).pages)
@@ -251,9 +251,9 @@ def test_thin_products(shapes: tuple[tuple[int, ...], tuple[int, ...]], generato
 @pytest.fixture
 def fresh_build(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[None]:
     monkeypatch.setenv("KVSIEVE_CACHE", str(tmp_path))
-    build.library.cache_clear()
+    build.load_kernels.cache_clear()
     yield
-    build.library.cache_clear()
+    build.load_kernels.cache_clear()
 
 
 def test_missing_compiler_is_one_clear_error(fresh_build: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,13 +267,13 @@ def test_missing_compiler_is_one_clear_error(fresh_build: None, monkeypatch: pyt
 def test_compiler_that_fails_is_one_clear_error(fresh_build: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(KvsieveError, match="false cannot compile the CPU kernels"):
-        build.library()
+        build.load_kernels()
 
 
 def test_kernels_are_built_once(fresh_build: None, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    build.library()
+    build.load_kernels()
     (kernels,) = (tmp_path / "native").iterdir()
-    build.library.cache_clear()
+    build.load_kernels.cache_clear()
     monkeypatch.setattr(build, "_build", lambda *arguments: pytest.fail("built again"))
-    build.library()
+    build.load_kernels()
     assert kernels.suffix == ".so"

@@ -12,7 +12,7 @@ from kvsieve.backends.base import Selection
 from kvsieve.budget import Budget
 from kvsieve.evaluate.choosers import at_random, oracle
 from kvsieve.evaluate.coverage import Coverage
-from kvsieve.evaluate.probe import Chooser, Step, instrumented
+from kvsieve.evaluate.probe import Chooser, Probe, Step
 from kvsieve.runtime import Runtime
 
 QUEST = "gqa_quest_sparse_attention"
@@ -35,7 +35,7 @@ class Decoding:
         self.generator = torch.Generator().manual_seed(page_size * 100 + group)
         self.heads, self.group, self.head_dim = 2, group, head_dim
         self.seen: list[tuple[Step, Selection]] = []
-        backend = instrumented(get_backend("eager"), lambda *seen: self.seen.append(seen), choose)
+        backend = Probe(get_backend("eager"), lambda *seen: self.seen.append(seen), choose)
         self.runtime = Runtime(flow, budget, page_size=page_size, backend=backend)
         self.lengths = [pages * page_size + 1, (pages + 2) * page_size]
         self.requests = [self.runtime.admit() for _ in self.lengths]

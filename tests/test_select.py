@@ -129,16 +129,7 @@ def select_batch(
         places = torch.zeros(len(scored), width, dtype=torch.int64)
         ks = torch.tensor([topk[i] for i in scored])
         window = Window(
-            torch.tensor(scored),
-            places,
-            places,
-            valid,
-            places.float(),
-            places.float(),
-            ks,
-            torch.ones(len(scored), 1),
-            int(ks.max()),
-            sum(widths),
+            torch.tensor(scored), places, places, valid, places.float(), places.float(), ks, int(ks.max()), sum(widths)
         )
         rows = torch.stack([torch.tensor([*scores[i], *[math.nan] * (width - len(scores[i]))]) for i in scored])
         if window.max_topk:

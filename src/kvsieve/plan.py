@@ -40,11 +40,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class MassRows:
-    """Attention mass of a call's requests: state rows [B, S]; per request what a stored value is multiplied by to be a
-    mass (``scale`` [B]), and what a mass of 1 that the step adds is stored as (``unit`` [B]); both float32."""
+    """Attention mass of a call's requests: state rows [B, S], and what a mass of 1 that the step adds is stored as
+    (``unit`` [B] float32)."""
 
     table: torch.Tensor
-    scale: torch.Tensor
     unit: torch.Tensor
 
 
@@ -54,7 +53,7 @@ class Window:
 
     ``requests`` [Bs]: their places in the batch. ``blocks``, ``rows`` [Bs, W]: null where not ``valid`` [Bs, W].
     ``position``, ``age`` [Bs, W] float32. ``topk`` [Bs]: pages to choose, 0 for requests under budget. ``mass_scale``
-    [Bs, 1]: what stored mass is multiplied by.
+    [Bs, 1]: what stored mass is multiplied by; None without mass.
     """
 
     requests: torch.Tensor
@@ -64,9 +63,9 @@ class Window:
     position: torch.Tensor
     age: torch.Tensor
     topk: torch.Tensor
-    mass_scale: torch.Tensor
     max_topk: int
     total_pages: int
+    mass_scale: torch.Tensor | None = None
     _flat: dict[tuple[int, int, int], SegmentWindow] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -110,6 +109,7 @@ class SegmentWindow:
 
     @cached_property
     def mass_scale(self) -> torch.Tensor:
+        assert self._window.mass_scale is not None
         return self._window.mass_scale.repeat(self._heads, 1)
 
     def _index(self, places: torch.Tensor, size: int) -> torch.Tensor:
@@ -168,15 +168,14 @@ class Plan:
         self._row_table = tables.rows[slots, :width]
         self.rows = Rows(starts, tuple(counts), lengths, self._send(self._block_table), self._send(lengths))
         self.writes = self._writes(entered)
-        masses = masses or [RequestMass()] * len(entries)
-        self._mass_scales = torch.tensor([mass.scale for mass in masses])
-        self._mass_units = torch.tensor([mass.counted.unit if mass.counted else 0.0 for mass in masses])
+        self._masses = masses
         self._quotas: dict[tuple[Budget, bool, bool], Quota] = {}
 
     @cached_property
     def mass(self) -> MassRows:
         """Where the attention mass of the call's requests is stored, and in which unit."""
-        return MassRows(self._send(self._row_table), self._send(self._mass_scales), self._send(self._mass_units))
+        units = torch.tensor([mass.counted.unit if mass.counted else 0.0 for mass in self._masses])
+        return MassRows(self._send(self._row_table), self._send(units))
 
     def quota(self, budget: Budget, scores: bool, stateful: bool) -> Quota:
         """The quota of a decode step under ``budget`` for a flow that scores and keeps state, or not."""
@@ -238,9 +237,9 @@ class Plan:
             position=self._send(position.float()),
             age=self._send(age.float()),
             topk=self._send(topk),
-            mass_scale=self._send(self._mass_scales[requests][:, None]),
             max_topk=max(topk),
             total_pages=sum(widths),
+            mass_scale=self._send(torch.tensor([[self._masses[i].scale] for i in scored])) if self._masses else None,
         )
 
     def _send(self, values: torch.Tensor | Sequence[int]) -> torch.Tensor:

@@ -267,11 +267,11 @@ class Runtime:
         for request, count in zip(requests, counts, strict=True):
             entry = self.tables[request]
             start = entry.length - count
-            masses.append(RequestMass())
             if count:
                 entry.crop_floor = start if not decode and count <= CROP_ROWS else entry.length
-                if self.flow.mass is not None:
-                    masses[-1] = entry.mass.call(self.flow.mass, start, count, decode, CROP_ROWS)
+            if self.flow.mass is not None:
+                account = entry.mass.call(self.flow.mass, start, count, decode, CROP_ROWS) if count else RequestMass()
+                masses.append(account)
         self._newest = Call(self, tuple(requests), tuple(counts), growth.entered, decode, masses)
         self.counted.steps += decode
         return self._newest

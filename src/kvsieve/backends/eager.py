@@ -63,6 +63,7 @@ class EagerBackend(Backend):
             if name in sources:
                 inputs[name] = gather_pages(*sources[name])
                 if name in MASS_FIELDS:
+                    assert window.mass_scale is not None
                     scale = window.mass_scale.repeat(heads, 1)
                     inputs[name] = inputs[name] * (scale[..., None] if name == "mass" else scale)
             elif name != "q":

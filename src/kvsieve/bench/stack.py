@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvsieve.backends.base import AttentionOptions, Backend, Selection
+from kvsieve.backends.base import AttentionOptions, Selection
 from kvsieve.bench.setting import Setting
 from kvsieve.call import DENSE, Attended
 from kvsieve.errors import ConfigError
@@ -141,46 +141,10 @@ class Stack:
 
     def _fill(self, tokens: int) -> None:
         """Store the past without attending it: dense prefill of a long context would take minutes."""
-        backend, self.runtime.backend = self.runtime.backend, _Storing(self.runtime.backend)
         s, counts = self.setting, [tokens] * self.setting.batch
         call = self.runtime.extend(self.requests, counts)
-        nothing = torch.zeros(1, 1, 1, dtype=s.dtype, device=s.device)
         for layer in range(s.layers):
             _, k, v = self.draw(tokens)
-            q = nothing.expand(s.batch * tokens, s.query_heads, s.head_dim)
-            call.attend(layer, q, k, v)
+            call.store(layer, k, v, query_heads=s.query_heads, scale=s.head_dim**-0.5)
             for store, x in ((self.keys, k), (self.values, v)):
                 store.append(x.unflatten(0, (s.batch, tokens)).transpose(1, 2).contiguous())
-        self.runtime.backend = backend
-
-
-class _Storing(Backend):
-    """Writes and summarises as another backend does, and attends nothing."""
-
-    def __init__(self, backend: Backend) -> None:
-        self.name, self._backend = backend.name, backend
-        self.write = backend.write  # type: ignore[method-assign]
-
-    def refusal(self, graphs: Any) -> str | None:
-        return self._backend.refusal(graphs)
-
-    def prepare(self, graphs: Any, device: torch.device) -> Any:
-        return self._backend.prepare(graphs, device)
-
-    def summarize(self, flow: Any, pool: Any, blocks: torch.Tensor) -> None:
-        self._backend.summarize(flow, pool, blocks)
-
-    def prefill(self, q: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return q
-
-    def score(self, *arguments: Any) -> Any:
-        raise NotImplementedError("it only stores")
-
-    def select(self, *arguments: Any) -> Any:
-        raise NotImplementedError("it only stores")
-
-    def prompt_mass(self, q: torch.Tensor, pool: Any, blocks: torch.Tensor, first: int, options: Any) -> torch.Tensor:
-        return torch.zeros(q.shape[1], first + len(q), device=q.device)
-
-    def attend(self, *arguments: Any) -> Any:
-        raise NotImplementedError("it only stores")

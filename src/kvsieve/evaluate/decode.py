@@ -16,7 +16,7 @@ from kvsieve.budget import Budget
 from kvsieve.evaluate.choosers import at_random, oracle
 from kvsieve.evaluate.contenders import ORACLE, RANDOM, RECENT_FLOW, Contender
 from kvsieve.evaluate.coverage import Coverage
-from kvsieve.evaluate.probe import Step, instrumented
+from kvsieve.evaluate.probe import Probe, Step
 from kvsieve.evaluate.tasks import Sample
 from kvsieve.flow import Flow
 
@@ -82,7 +82,7 @@ class Batch:
         def observe(step: Step, selection: Selection) -> None:
             coverage.add(layer_of(step), step, selection)
 
-        cache = self._start(flow, budget, contender.page_size, instrumented(get_backend(self.backend), observe, choose))
+        cache = self._start(flow, budget, contender.page_size, Probe(get_backend(self.backend), observe, choose))
         layers = {id(layer.pool): index for index, layer in cache.runtime.layers.items()}
         with torch.inference_mode():
             logprobs, best = self._decode(cache, coverage)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from kvsieve.backends.attention import gather_pages
 from kvsieve.backends.base import AttentionOptions, Backend, Selection
+from kvsieve.backends.forwarding import ForwardingBackend
 from kvsieve.backends.select import top_pages
 from kvsieve.budget import Budget
 from kvsieve.paging.pool import LayerPool
@@ -52,21 +51,20 @@ Chooser = Callable[[Step, Selection], Selection]
 Observer = Callable[[Step, Selection], None]
 
 
-def instrumented(backend: Backend, observe: Observer | None, choose: Chooser | None = None) -> Backend:
-    """A backend that attends what ``choose`` says and shows each step to ``observe``; else it is ``backend``."""
-    twin = copy.copy(backend)
+class Probe(ForwardingBackend):
+    """Attends what ``choose`` says instead of what was selected, and shows each step to ``observe``."""
 
-    def attend(q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions) -> Any:
-        if observe is not None or choose is not None:
-            pages = -(-rows.lengths_tensor // pool.page_size)
-            step = Step(pool, rows, page_mass(q, pool, rows, options), pages)
-            selection = choose(step, selection) if choose is not None else selection
-            if observe is not None:
-                observe(step, selection)
-        return backend.attend(q, pool, rows, selection, options)
+    def __init__(self, inner: Backend, observe: Observer, choose: Chooser | None = None) -> None:
+        super().__init__(inner)
+        self.observe, self.choose = observe, choose
 
-    setattr(twin, "attend", attend)  # noqa: B010  (a plain assignment to a method is no statement mypy accepts)
-    return twin
+    def attend(
+        self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        step = Step(pool, rows, page_mass(q, pool, rows, options), -(-rows.lengths_tensor // pool.page_size))
+        selection = self.choose(step, selection) if self.choose is not None else selection
+        self.observe(step, selection)
+        return super().attend(q, pool, rows, selection, options)
 
 
 def page_mass(q: torch.Tensor, pool: LayerPool, rows: Rows, options: AttentionOptions) -> torch.Tensor:

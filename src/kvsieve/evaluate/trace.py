@@ -12,7 +12,7 @@ from kvsieve.backends import get_backend
 from kvsieve.backends.base import Selection
 from kvsieve.budget import Budget
 from kvsieve.errors import ConfigError
-from kvsieve.evaluate.probe import Step, instrumented
+from kvsieve.evaluate.probe import Probe, Step
 from kvsieve.flow import Flow
 
 
@@ -108,7 +108,7 @@ def record(
     def observe(step: Step, selection: Selection) -> None:
         seen.setdefault(id(step.pool), []).append((step.mass[0].cpu(), step.selected(selection)[0].cpu()))
 
-    cache = SparseCache(model.config, flow, budget, page_size, backend=instrumented(get_backend(backend), observe))
+    cache = SparseCache(model.config, flow, budget, page_size, backend=Probe(get_backend(backend), observe))
     fed: list[int] = []
     with torch.inference_mode():
         logits = model(_row(model, prompt), past_key_values=cache, logits_to_keep=1).logits

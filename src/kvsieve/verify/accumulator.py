@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvsieve.errors import ConfigError
 from kvsieve.flow import Flow
 from kvsieve.reference import rank
 from kvsieve.verify.accumulator_data import PlantedWindow, WindowData
@@ -40,6 +41,11 @@ def run_accumulator(
     Raises:
         ConfigError: the options do not fit the flow, or its state is of another kind.
     """
+    if flow.mass is not None:
+        raise ConfigError(
+            f"accumulator harness: expected a flow whose score keeps a state of its own, received {flow!r}, whose "
+            "attention mass the runtime keeps; kvsieve verify without options of the harness judges it"
+        )
     page_size = options.page_size or flow.page_size or (1 if flow.init_state else 2)
     options.window(page_size)
     flow = flow if options.decay is None else with_decay(flow, options.decay)

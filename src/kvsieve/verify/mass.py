@@ -115,8 +115,9 @@ class MassTwin:
         decay = self._weight(queries)
         self.bound = decay * self.bound + READ * decay * self.values
         self.values, self.own = decay * self.values, decay * self.own
-        for name, value in (("values", exact), ("own", exact), ("bound", bound)):
-            setattr(self, name, getattr(self, name).index_add(0, tokens, value))
+        self.values = self.values.index_add(0, tokens, exact)
+        self.own = self.own.index_add(0, tokens, exact)
+        self.bound = self.bound.index_add(0, tokens, bound)
         if queries > 1 and 0 < self.mass.factor < 1:  # what may be left out
             self.bound = self.bound + 2.0**-32 * q.shape[1] / (1 - self.mass.factor)
 

@@ -9,7 +9,7 @@ import torch
 from kvsieve.backends.attention import attend_selected, prefill_requests, prompt_mass
 from kvsieve.backends.base import AttentionOptions, Backend, Selection
 from kvsieve.backends.compiled import native
-from kvsieve.backends.compiled.build import library
+from kvsieve.backends.compiled.build import load_kernels
 from kvsieve.backends.compiled.graph import CompiledProgram, compile_program
 from kvsieve.backends.select import select_pages
 from kvsieve.graph import FlowGraphs
@@ -48,7 +48,7 @@ class CompiledBackend(Backend):
 
     def prepare(self, graphs: FlowGraphs, device: torch.device) -> CompiledFlow:
         if device.type == "cpu":
-            library()  # without a compiler the user hears it here, before anything is stored
+            load_kernels()  # without a compiler the user hears it here, before anything is stored
         summarize = score = None
         if graphs.summarize is not None:
             stored = dict.fromkeys(graphs.summary_fields, "blocks")

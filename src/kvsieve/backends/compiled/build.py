@@ -24,7 +24,7 @@ FLAGS = (
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
+def load_kernels() -> ctypes.CDLL:
     """The kernels of this machine, built at first use into ``$KVSIEVE_CACHE/native``.
 
     Raises:

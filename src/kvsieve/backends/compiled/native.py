@@ -8,7 +8,7 @@ from ctypes import c_double, c_int64, c_void_p
 import torch
 
 from kvsieve.backends.base import AttentionOptions, Selection
-from kvsieve.backends.compiled.build import library
+from kvsieve.backends.compiled.build import load_kernels
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Quota, Rows, Writes
 
@@ -64,7 +64,7 @@ def attend(
         *(selection.count.data_ptr(), rows.lengths_tensor.data_ptr(), None if sinks is None else sinks.data_ptr()),
         *(out.data_ptr(), lse.data_ptr(), options.scale, options.softcap or 0.0),
     )
-    library().kvsieve_attend(ctypes.byref(call), c_int64(TYPES[q.dtype]))
+    load_kernels().kvsieve_attend(ctypes.byref(call), c_int64(TYPES[q.dtype]))
     return out, lse
 
 
@@ -84,7 +84,7 @@ def select(scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
         ),
         pages.data_ptr(),
     )
-    library().kvsieve_select(ctypes.byref(call))
+    load_kernels().kvsieve_select(ctypes.byref(call))
     return Selection(pages, quota.count)
 
 
@@ -98,4 +98,4 @@ def write(pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> 
         *(k.stride(0) * size, k.stride(1) * size, v.stride(0) * size, v.stride(1) * size),
         *(k.shape[2] * size, v.shape[2] * size, pool.k.data_ptr(), pool.v.data_ptr()),
     )
-    library().kvsieve_write(ctypes.byref(call))
+    load_kernels().kvsieve_write(ctypes.byref(call))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from kvsieve.compat.vortex.abs.context_base import ContextBase
@@ -10,20 +11,20 @@ from kvsieve.compat.vortex.core.segment import SegmentContext
 from kvsieve.compat.vortex.utils import Mode, Schedule
 
 
-class vOp:
+class vOp(ABC):
     """Base class of ops. ``op(*operands, ctx=ctx)``; an op may be used at any number of call sites."""
 
     def __init__(self) -> None:
         super().__init__()
         self.schedule = Schedule.S
 
+    @abstractmethod
     def profile(self, *args: Any, **kwargs: Any) -> Any:
         """Check the operands and allocate the result."""
-        raise NotImplementedError(f"{type(self).__name__}.profile")
 
+    @abstractmethod
     def execute(self, *args: Any, **kwargs: Any) -> Any:
         """Compute."""
-        raise NotImplementedError(f"{type(self).__name__}.execute")
 
     def on_segment(self, *args: Any, **kwargs: Any) -> Any:
         """Compute on the view of one segment, where a flow is traced for kvsieve's backends."""

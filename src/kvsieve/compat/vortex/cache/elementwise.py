@@ -1,47 +1,25 @@
 """Elementwise ops of one operand."""
 
 from kvsieve.compat.vortex.cache.base import CacheOp
-from kvsieve.compat.vortex.core import ops
-from kvsieve.compat.vortex.utils import ElementwiseOpType
+from kvsieve.compat.vortex.core import catalogue
 
 
-class Relu(ops.Elementwise, CacheOp):
-    """``x`` where ``x >= alpha``, else ``beta``."""
-
-    op_type = ElementwiseOpType.Relu
+class Relu(catalogue.Relu, CacheOp): ...
 
 
-class Sigmoid(ops.Elementwise, CacheOp):
-    """``1 / (1 + exp(beta * x + alpha))``. With the defaults it is 1/2 everywhere; the usual one has ``beta=-1``."""
-
-    op_type = ElementwiseOpType.Sigmoid
+class Sigmoid(catalogue.Sigmoid, CacheOp): ...
 
 
-class Silu(ops.Elementwise, CacheOp):
-    """``x / (1 + exp(beta * x + alpha))``. With the defaults it is x / 2; the usual one has ``beta=-1``."""
-
-    op_type = ElementwiseOpType.Silu
+class Silu(catalogue.Silu, CacheOp): ...
 
 
-class Add_Mul(ops.Linear, CacheOp):
-    """``beta * x + alpha``."""
-
-    op_type = ElementwiseOpType.Add_Mul
+class Add_Mul(catalogue.Add_Mul, CacheOp): ...
 
 
-class Abs(ops.Linear, CacheOp):
-    """``|beta * x + alpha|``."""
-
-    op_type = ElementwiseOpType.Abs
+class Abs(catalogue.Abs, CacheOp): ...
 
 
-class Log(ops.Linear, CacheOp):
-    """``log(beta * x + alpha)``."""
-
-    op_type = ElementwiseOpType.Log
+class Log(catalogue.Log, CacheOp): ...
 
 
-class Exp(ops.Linear, CacheOp):
-    """``exp(beta * x + alpha)``."""
-
-    op_type = ElementwiseOpType.Exp
+class Exp(catalogue.Exp, CacheOp): ...

@@ -1,65 +1,34 @@
 """Elementwise ops of two operands, whose inner shapes broadcast."""
 
 from kvsieve.compat.vortex.cache.base import CacheOp
-from kvsieve.compat.vortex.core import ops
-from kvsieve.compat.vortex.utils import ElementwiseBinaryOpType as Kind
+from kvsieve.compat.vortex.core import catalogue
 
 
-class Maximum(ops.ElementwiseBinary, CacheOp):
-    """``max(x, y)``; alpha and beta have no effect."""
-
-    op_type = Kind.Maximum
+class Maximum(catalogue.Maximum, CacheOp): ...
 
 
-class Minimum(ops.ElementwiseBinary, CacheOp):
-    """``min(x, y)``; alpha and beta have no effect."""
-
-    op_type = Kind.Minimum
+class Minimum(catalogue.Minimum, CacheOp): ...
 
 
-class Add(ops.ElementwiseBinary, CacheOp):
-    """``alpha * x + beta * y``."""
-
-    op_type = Kind.Add
+class Add(catalogue.Add, CacheOp): ...
 
 
-class Multiply(ops.ElementwiseBinary, CacheOp):
-    """``x * y``; alpha and beta have no effect."""
-
-    op_type = Kind.Mul
+class Multiply(catalogue.Multiply, CacheOp): ...
 
 
-class WhereEqual(ops.Where, CacheOp):
-    """0 where ``x == y``, else about -1e30."""
-
-    op_type = Kind.WhereEqual
+class WhereEqual(catalogue.WhereEqual, CacheOp): ...
 
 
-class WhereNotEqual(ops.Where, CacheOp):
-    """0 where ``x != y``, else about -1e30."""
-
-    op_type = Kind.WhereNotEqual
+class WhereNotEqual(catalogue.WhereNotEqual, CacheOp): ...
 
 
-class WhereGreater(ops.Where, CacheOp):
-    """0 where ``x > y``, else about -1e30."""
-
-    op_type = Kind.WhereGreater
+class WhereGreater(catalogue.WhereGreater, CacheOp): ...
 
 
-class WhereGreaterEqual(ops.Where, CacheOp):
-    """0 where ``x >= y``, else about -1e30."""
-
-    op_type = Kind.WhereGreaterEqual
+class WhereGreaterEqual(catalogue.WhereGreaterEqual, CacheOp): ...
 
 
-class WhereLess(ops.Where, CacheOp):
-    """0 where ``x < y``, else about -1e30."""
-
-    op_type = Kind.WhereLess
+class WhereLess(catalogue.WhereLess, CacheOp): ...
 
 
-class WhereLessEqual(ops.Where, CacheOp):
-    """0 where ``x <= y``, else about -1e30."""
-
-    op_type = Kind.WhereLessEqual
+class WhereLessEqual(catalogue.WhereLessEqual, CacheOp): ...

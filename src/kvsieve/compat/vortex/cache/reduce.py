@@ -1,39 +1,19 @@
-"""Reductions of a page along axis 1 (its tokens) or 2."""
+"""Reductions of a page along axis 1 (its tokens), ``[L, D0, D1] -> [L, 1, D1]``, or 2, ``-> [L, D0, 1]``."""
 
 from kvsieve.compat.vortex.cache.base import CacheOp
-from kvsieve.compat.vortex.core import ops
-from kvsieve.compat.vortex.utils import ReduceType
+from kvsieve.compat.vortex.core import catalogue
 
 
-class Reduce(ops.Reduce, CacheOp):
-    """``[L, D0, D1]`` -> ``[L, 1, D1]`` (dim 1) or ``[L, D0, 1]`` (dim 2)."""
+class Mean(catalogue.Mean, CacheOp): ...
 
 
-class Mean(Reduce):
-    """Arithmetic mean."""
-
-    reduce_type = ReduceType.Mean
+class Max(catalogue.Max, CacheOp): ...
 
 
-class Max(Reduce):
-    """Largest value."""
-
-    reduce_type = ReduceType.Max
+class Min(catalogue.Min, CacheOp): ...
 
 
-class Min(Reduce):
-    """Smallest value."""
-
-    reduce_type = ReduceType.Min
+class Sum(catalogue.Sum, CacheOp): ...
 
 
-class L2Norm(Reduce):
-    """Euclidean norm, ``sqrt(sum(x**2))``."""
-
-    reduce_type = ReduceType.L2Norm
-
-
-class Sum(Reduce):
-    """Sum."""
-
-    reduce_type = ReduceType.Sum
+class L2Norm(catalogue.L2Norm, CacheOp): ...

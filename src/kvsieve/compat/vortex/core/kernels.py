@@ -65,6 +65,19 @@ def over_windows(
     return torch.where(windows.valid[:, :, None, None], before(rows), fill).transpose(0, 1)
 
 
+def scan_windows(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    windows: Windows | None,
+    along: Callable[[torch.Tensor], torch.Tensor],
+    fill: float,
+    before: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
+) -> None:
+    """``along`` the pages of every window, from x to out [L, D0, D1], which may be one; other rows are left alone."""
+    if windows is not None:
+        store_windows(out, windows, along(over_windows(x, windows, fill, before)))
+
+
 def store_windows(x: torch.Tensor, windows: Windows, value: torch.Tensor) -> None:
     """Write [widest, m, D0, D1] back to the window rows of x."""
     x[windows.rows] = value.transpose(0, 1).flatten(0, 1)[windows.places].to(x.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -15,24 +16,24 @@ Inner = tuple[int, int]
 """Shape ``(D0, D1)`` of a row."""
 
 
-class RowOp:
+class RowOp(ABC):
     """An op on rows. ``alpha`` and ``beta`` are plain attributes and may be changed at any time."""
 
     arity: ClassVar[int] = 1
     alpha: float = 0.0
     beta: float = 0.0
 
+    @abstractmethod
     def result_shape(self, *shapes: Inner) -> Inner:
         """Shape of a result row.
 
         Raises:
             OpError: the operands' shapes do not fit.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def rows(self, *operands: torch.Tensor, alpha: float, beta: float) -> torch.Tensor:
         """The result for operands ``[n, D0, D1]``; a leading axis of 1 is repeated."""
-        raise NotImplementedError
 
     def refuse(self, problem: str) -> OpError:
         """The error to raise."""

@@ -1,47 +1,25 @@
 """Elementwise ops of one operand."""
 
-from kvsieve.compat.vortex.core import ops
+from kvsieve.compat.vortex.core import catalogue
 from kvsieve.compat.vortex.indexer.base import IndexerOp
-from kvsieve.compat.vortex.utils import ElementwiseOpType
 
 
-class Relu(ops.Elementwise, IndexerOp):
-    """``x`` where ``x >= alpha``, else ``beta``."""
-
-    op_type = ElementwiseOpType.Relu
+class Relu(catalogue.Relu, IndexerOp): ...
 
 
-class Sigmoid(ops.Elementwise, IndexerOp):
-    """``1 / (1 + exp(beta * x + alpha))``. With the defaults it is 1/2 everywhere; the usual one has ``beta=-1``."""
-
-    op_type = ElementwiseOpType.Sigmoid
+class Sigmoid(catalogue.Sigmoid, IndexerOp): ...
 
 
-class Silu(ops.Elementwise, IndexerOp):
-    """``x / (1 + exp(beta * x + alpha))``. With the defaults it is x / 2; the usual one has ``beta=-1``."""
-
-    op_type = ElementwiseOpType.Silu
+class Silu(catalogue.Silu, IndexerOp): ...
 
 
-class Add_Mul(ops.Linear, IndexerOp):
-    """``beta * x + alpha``."""
-
-    op_type = ElementwiseOpType.Add_Mul
+class Add_Mul(catalogue.Add_Mul, IndexerOp): ...
 
 
-class Abs(ops.Linear, IndexerOp):
-    """``|beta * x + alpha|``."""
-
-    op_type = ElementwiseOpType.Abs
+class Abs(catalogue.Abs, IndexerOp): ...
 
 
-class Log(ops.Linear, IndexerOp):
-    """``log(beta * x + alpha)``."""
-
-    op_type = ElementwiseOpType.Log
+class Log(catalogue.Log, IndexerOp): ...
 
 
-class Exp(ops.Linear, IndexerOp):
-    """``exp(beta * x + alpha)``."""
-
-    op_type = ElementwiseOpType.Exp
+class Exp(catalogue.Exp, IndexerOp): ...

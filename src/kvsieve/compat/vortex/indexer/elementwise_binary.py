@@ -1,65 +1,34 @@
 """Elementwise ops of two operands, whose inner shapes broadcast."""
 
-from kvsieve.compat.vortex.core import ops
+from kvsieve.compat.vortex.core import catalogue
 from kvsieve.compat.vortex.indexer.base import IndexerOp
-from kvsieve.compat.vortex.utils import ElementwiseBinaryOpType as Kind
 
 
-class Maximum(ops.ElementwiseBinary, IndexerOp):
-    """``max(x, y)``; alpha and beta have no effect."""
-
-    op_type = Kind.Maximum
+class Maximum(catalogue.Maximum, IndexerOp): ...
 
 
-class Minimum(ops.ElementwiseBinary, IndexerOp):
-    """``min(x, y)``; alpha and beta have no effect."""
-
-    op_type = Kind.Minimum
+class Minimum(catalogue.Minimum, IndexerOp): ...
 
 
-class Add(ops.ElementwiseBinary, IndexerOp):
-    """``alpha * x + beta * y``."""
-
-    op_type = Kind.Add
+class Add(catalogue.Add, IndexerOp): ...
 
 
-class Multiply(ops.ElementwiseBinary, IndexerOp):
-    """``x * y``; alpha and beta have no effect."""
-
-    op_type = Kind.Mul
+class Multiply(catalogue.Multiply, IndexerOp): ...
 
 
-class WhereEqual(ops.Where, IndexerOp):
-    """0 where ``x == y``, else about -1e30."""
-
-    op_type = Kind.WhereEqual
+class WhereEqual(catalogue.WhereEqual, IndexerOp): ...
 
 
-class WhereNotEqual(ops.Where, IndexerOp):
-    """0 where ``x != y``, else about -1e30."""
-
-    op_type = Kind.WhereNotEqual
+class WhereNotEqual(catalogue.WhereNotEqual, IndexerOp): ...
 
 
-class WhereGreater(ops.Where, IndexerOp):
-    """0 where ``x > y``, else about -1e30."""
-
-    op_type = Kind.WhereGreater
+class WhereGreater(catalogue.WhereGreater, IndexerOp): ...
 
 
-class WhereGreaterEqual(ops.Where, IndexerOp):
-    """0 where ``x >= y``, else about -1e30."""
-
-    op_type = Kind.WhereGreaterEqual
+class WhereGreaterEqual(catalogue.WhereGreaterEqual, IndexerOp): ...
 
 
-class WhereLess(ops.Where, IndexerOp):
-    """0 where ``x < y``, else about -1e30."""
-
-    op_type = Kind.WhereLess
+class WhereLess(catalogue.WhereLess, IndexerOp): ...
 
 
-class WhereLessEqual(ops.Where, IndexerOp):
-    """0 where ``x <= y``, else about -1e30."""
-
-    op_type = Kind.WhereLessEqual
+class WhereLessEqual(catalogue.WhereLessEqual, IndexerOp): ...

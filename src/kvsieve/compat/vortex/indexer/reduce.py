@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kvsieve.compat.vortex.abs.tensor import FORMAT, as_vtensor, plain, vTensor
-from kvsieve.compat.vortex.core import checks, maths, ops
+from kvsieve.compat.vortex.core import catalogue, checks, maths, ops
 from kvsieve.compat.vortex.core.kernels import over_windows
 from kvsieve.compat.vortex.core.work import Windows
 from kvsieve.compat.vortex.indexer.base import IndexerOp
@@ -55,31 +55,16 @@ def windows_of(ctx: Any) -> Windows | None:
     return Windows.read(ctx.dense_kv_indptr, segments_of(ctx), bos, eos, number(ctx, "topk_val"))
 
 
-class Mean(Reduce):
-    """Arithmetic mean."""
-
-    reduce_type = ReduceType.Mean
+class Mean(Reduce, catalogue.Mean): ...
 
 
-class Max(Reduce):
-    """Largest value."""
-
-    reduce_type = ReduceType.Max
+class Max(Reduce, catalogue.Max): ...
 
 
-class Min(Reduce):
-    """Smallest value."""
-
-    reduce_type = ReduceType.Min
+class Min(Reduce, catalogue.Min): ...
 
 
-class Sum(Reduce):
-    """Sum."""
-
-    reduce_type = ReduceType.Sum
+class Sum(Reduce, catalogue.Sum): ...
 
 
-class L2Norm(Reduce):
-    """Euclidean norm, ``sqrt(sum(x**2))``."""
-
-    reduce_type = ReduceType.L2Norm
+class L2Norm(Reduce, catalogue.L2Norm): ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from kvsieve.compat.vortex.abs.op import vOp
 from kvsieve.compat.vortex.abs.tensor import FORMAT, as_vtensor, plain, vTensor
 from kvsieve.compat.vortex.core import checks, maths
 from kvsieve.compat.vortex.core.errors import OpError
-from kvsieve.compat.vortex.core.kernels import over_windows, store_windows
+from kvsieve.compat.vortex.core.kernels import scan_windows
 from kvsieve.compat.vortex.core.segment import SegmentTensor, segment_tensor
 from kvsieve.compat.vortex.indexer.base import listing_rows
 from kvsieve.compat.vortex.indexer.context import number
@@ -34,9 +35,9 @@ class Scan(vOp):
         """What happens to every value by itself, before padding is put beside it."""
         return x
 
+    @abstractmethod
     def along(self, x: torch.Tensor) -> torch.Tensor:
         """The result for x [W, ..., D0, D1], along axis 0."""
-        raise NotImplementedError
 
     def profile(self, x: Any, ctx: Any = None) -> vTensor:
         operand = self._checked(x)
@@ -51,9 +52,7 @@ class Scan(vOp):
         source, out = plain(operand), operand
         if not self.in_place:
             out = as_vtensor(source.new_empty(listing_rows(ctx), *checks.inner(operand)), FORMAT.RAGGED)
-        windows = windows_of(ctx)
-        if windows is not None:
-            store_windows(plain(out), windows, self.along(over_windows(source, windows, self.fill, self.before)))
+        scan_windows(source, plain(out), windows_of(ctx), self.along, self.fill, self.before)
         return out
 
     def on_segment(self, x: Any, ctx: Any = None) -> SegmentTensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,90 +17,37 @@ from kvsieve.compat.vortex.utils import ReduceType
 P, R = FORMAT.PAGED, FORMAT.RAGGED
 
 
-def _reduce(
-    formats: tuple[FORMAT, FORMAT],
-    x: torch.Tensor,
-    output: torch.Tensor,
-    loc: torch.Tensor,
-    geometry: tuple[int, int],
-    dim: int,
-    reduce_type: Any,
-) -> None:
-    kind = reduce_type if isinstance(reduce_type, ReduceType) else ReduceType(reduce_type)
-    heads, page_size = geometry
-    pages, out = Completed.of(loc, page_size, heads), plain(output)
-    source = Gathered(plain(x), pages.rows(formats[0]))
-    width = out.shape[1] * out.shape[2]
-    compute([source], lambda rows: REDUCE[kind](rows, dim), out, pages.rows(formats[1]), width)
+def _reduction(source: FORMAT, target: FORMAT) -> Callable[..., None]:
+    """The reduction between two formats: a page of the pool (p), or a row of the call (r)."""
+
+    def reduce(
+        x: torch.Tensor,
+        output: torch.Tensor,
+        loc: torch.Tensor,
+        num_kv_heads: int,
+        page_size: int,
+        dim: int,
+        reduce_type: Any,
+    ) -> None:
+        kind = reduce_type if isinstance(reduce_type, ReduceType) else ReduceType(reduce_type)
+        pages, out = Completed.of(loc, page_size, num_kv_heads), plain(output)
+        gathered = Gathered(plain(x), pages.rows(source))
+        width = out.shape[1] * out.shape[2]
+        compute([gathered], lambda rows: REDUCE[kind](rows, dim), out, pages.rows(target), width)
+
+    return reduce
 
 
-def _reduce_pp(
-    x: torch.Tensor,
-    output: torch.Tensor,
-    loc: torch.Tensor,
-    num_kv_heads: int,
-    page_size: int,
-    dim: int,
-    reduce_type: ReduceType,
-) -> None:
-    """Pool to pool."""
-    _reduce((P, P), x, output, loc, (num_kv_heads, page_size), dim, reduce_type)
+def _of_context(loose: Callable[..., None]) -> Callable[..., None]:
+    """The same with the geometry of a context."""
+
+    def reduce(x: Any, output: Any, loc: torch.Tensor, ctx: Any, dim: int, reduce_type: Any) -> None:
+        loose(x, output, loc, ctx.head_num, ctx.page_size, dim, reduce_type)
+
+    return reduce
 
 
-def _reduce_rp(
-    x: torch.Tensor,
-    output: torch.Tensor,
-    loc: torch.Tensor,
-    num_kv_heads: int,
-    page_size: int,
-    dim: int,
-    reduce_type: ReduceType,
-) -> None:
-    """Call to pool."""
-    _reduce((R, P), x, output, loc, (num_kv_heads, page_size), dim, reduce_type)
-
-
-def _reduce_pr(
-    x: torch.Tensor,
-    output: torch.Tensor,
-    loc: torch.Tensor,
-    num_kv_heads: int,
-    page_size: int,
-    dim: int,
-    reduce_type: ReduceType,
-) -> None:
-    """Pool to call."""
-    _reduce((P, R), x, output, loc, (num_kv_heads, page_size), dim, reduce_type)
-
-
-def _reduce_rr(
-    x: torch.Tensor,
-    output: torch.Tensor,
-    loc: torch.Tensor,
-    num_kv_heads: int,
-    page_size: int,
-    dim: int,
-    reduce_type: ReduceType,
-) -> None:
-    """Call to call."""
-    _reduce((R, R), x, output, loc, (num_kv_heads, page_size), dim, reduce_type)
-
-
-def reduce_pp(x: Any, output: Any, loc: torch.Tensor, ctx: Any, dim: int, reduce_type: Any) -> None:
-    """:func:`_reduce_pp` with the geometry of a context."""
-    _reduce_pp(x, output, loc, ctx.head_num, ctx.page_size, dim, reduce_type)
-
-
-def reduce_rp(x: Any, output: Any, loc: torch.Tensor, ctx: Any, dim: int, reduce_type: Any) -> None:
-    """:func:`_reduce_rp` with the geometry of a context."""
-    _reduce_rp(x, output, loc, ctx.head_num, ctx.page_size, dim, reduce_type)
-
-
-def reduce_pr(x: Any, output: Any, loc: torch.Tensor, ctx: Any, dim: int, reduce_type: Any) -> None:
-    """:func:`_reduce_pr` with the geometry of a context."""
-    _reduce_pr(x, output, loc, ctx.head_num, ctx.page_size, dim, reduce_type)
-
-
-def reduce_rr(x: Any, output: Any, loc: torch.Tensor, ctx: Any, dim: int, reduce_type: Any) -> None:
-    """:func:`_reduce_rr` with the geometry of a context."""
-    _reduce_rr(x, output, loc, ctx.head_num, ctx.page_size, dim, reduce_type)
+_reduce_pp, _reduce_rp = _reduction(P, P), _reduction(R, P)
+_reduce_pr, _reduce_rr = _reduction(P, R), _reduction(R, R)
+reduce_pp, reduce_rp = _of_context(_reduce_pp), _of_context(_reduce_rp)
+reduce_pr, reduce_rr = _of_context(_reduce_pr), _of_context(_reduce_rr)

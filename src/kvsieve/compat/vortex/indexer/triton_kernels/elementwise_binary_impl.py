@@ -78,17 +78,16 @@ def _elementwise_binary_bpr(
 def elementwise_binary_rrr(x: Any, y: Any, o: Any, op_type: Any, alpha: float, beta: float, ctx: Any) -> None:
     """:func:`_elementwise_binary_rrr` with the work list of a context."""
     winfo = ctx.winfo_kv_offsets, ctx.winfo_kv_lens, ctx.winfo_num_workloads
-    run(_function(op_type, alpha, beta), [(x, listed), (y, listed)], o, winfo)
+    _elementwise_binary_rrr(x, y, o, *winfo, 0, op_type, alpha, beta)
 
 
 def elementwise_binary_rpr(x: Any, y: Any, o: Any, op_type: Any, alpha: float, beta: float, ctx: Any) -> None:
     """:func:`_elementwise_binary_rpr` with the work list of a context."""
     winfo = ctx.winfo_kv_offsets, ctx.winfo_kv_lens, ctx.winfo_num_workloads
-    run(_function(op_type, alpha, beta), [(x, listed), (y, paged(ctx.dense_kv_indices))], o, winfo)
+    _elementwise_binary_rpr(x, y, o, ctx.dense_kv_indices, *winfo, 0, op_type, alpha, beta)
 
 
 def elementwise_binary_bpr(x: Any, y: Any, o: Any, op_type: Any, alpha: float, beta: float, ctx: Any) -> None:
     """:func:`_elementwise_binary_bpr` with the work list of a context."""
-    winfo = ctx.winfo_kv_offsets, ctx.winfo_kv_lens, ctx.winfo_num_workloads
-    operands = [(x, batched(ctx.winfo_q_indices)), (y, paged(ctx.dense_kv_indices))]
-    run(_function(op_type, alpha, beta), operands, o, winfo)
+    winfo = ctx.winfo_q_indices, ctx.winfo_kv_offsets, ctx.winfo_kv_lens, ctx.winfo_num_workloads
+    _elementwise_binary_bpr(x, y, o, ctx.dense_kv_indices, *winfo, 0, op_type, alpha, beta)

@@ -8,7 +8,7 @@ import torch
 
 from kvsieve.compat.vortex.abs.tensor import plain
 from kvsieve.compat.vortex.core.errors import OpError
-from kvsieve.compat.vortex.core.kernels import over_windows, store_windows
+from kvsieve.compat.vortex.core.kernels import scan_windows
 from kvsieve.compat.vortex.core.maths import normalize
 from kvsieve.compat.vortex.core.work import Windows
 from kvsieve.compat.vortex.indexer.context import number, segments_of
@@ -34,8 +34,7 @@ def _normalize_inplace_r(
     if dim != 0:
         raise OpError(f"_normalize_inplace_r: expected dim 0, received {dim!r}")
     windows = Windows.read(indptr, batch_size, page_reserved_bos, page_reserved_eos, topk_val)
-    if windows is not None:
-        store_windows(plain(x), windows, normalize(over_windows(plain(x), windows, 0.0)))
+    scan_windows(plain(x), plain(x), windows, normalize, 0.0)
 
 
 def normalize_inplace_r(x: Any, dim: int, ctx: Any) -> None:

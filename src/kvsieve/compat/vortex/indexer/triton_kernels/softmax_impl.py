@@ -8,7 +8,7 @@ import torch
 
 from kvsieve.compat.vortex.abs.tensor import plain
 from kvsieve.compat.vortex.core.errors import OpError
-from kvsieve.compat.vortex.core.kernels import over_windows, store_windows
+from kvsieve.compat.vortex.core.kernels import scan_windows
 from kvsieve.compat.vortex.core.maths import softmax
 from kvsieve.compat.vortex.core.work import Windows
 from kvsieve.compat.vortex.indexer.context import number, segments_of
@@ -35,9 +35,7 @@ def _softmax_inplace_r(
     if dim != 0:
         raise OpError(f"_softmax_inplace_r: expected dim 0, received {dim!r}")
     windows = Windows.read(indptr, batch_size, page_reserved_bos, page_reserved_eos, topk_val)
-    if windows is not None:
-        rows = over_windows(plain(x), windows, -torch.inf, lambda value: scale * value)
-        store_windows(plain(x), windows, softmax(rows))
+    scan_windows(plain(x), plain(x), windows, softmax, -torch.inf, lambda value: scale * value)
 
 
 def softmax_inplace_r(x: Any, dim: int, scale: float, ctx: Any) -> None:

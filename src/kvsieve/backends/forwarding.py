@@ -1,0 +1,55 @@
+"""A backend around another one: checks and measurements change one method and leave the rest as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvsieve.backends.base import AttentionOptions, Backend, Selection
+from kvsieve.graph import FlowGraphs
+from kvsieve.paging.pool import LayerPool
+from kvsieve.plan import Quota, Rows, Window, Writes
+
+
+class ForwardingBackend(Backend):
+    """Does what ``inner`` does."""
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner, self.name = inner, inner.name
+
+    def kernels(self, pool: LayerPool) -> dict[str, str]:
+        return self.inner.kernels(pool)
+
+    def refusal(self, graphs: FlowGraphs) -> str | None:
+        return self.inner.refusal(graphs)
+
+    def prepare(self, graphs: FlowGraphs, device: torch.device) -> Any:
+        return self.inner.prepare(graphs, device)
+
+    def write(self, pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
+        self.inner.write(pool, writes, k, v)
+
+    def summarize(self, flow: Any, pool: LayerPool, blocks: torch.Tensor) -> None:
+        self.inner.summarize(flow, pool, blocks)
+
+    def score(self, flow: Any, q: torch.Tensor, pool: LayerPool, window: Window) -> torch.Tensor:
+        return self.inner.score(flow, q, pool, window)
+
+    def select(self, scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
+        return self.inner.select(scores, quota, heads)
+
+    def attend(
+        self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        return self.inner.attend(q, pool, rows, selection, options)
+
+    def prompt_mass(
+        self, q: torch.Tensor, pool: LayerPool, blocks: torch.Tensor, first: int, options: AttentionOptions
+    ) -> torch.Tensor:
+        return self.inner.prompt_mass(q, pool, blocks, first, options)
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: LayerPool, rows: Rows, options: AttentionOptions
+    ) -> torch.Tensor:
+        return self.inner.prefill(q, k, v, pool, rows, options)
