@@ -70,6 +70,11 @@ class FlowGraphs:
     score: SegmentGraph | None
 
     @property
+    def user_state_fields(self) -> dict[str, FieldSpec]:
+        """State fields that ``init_state`` declares: all but the attention mass."""
+        return {name: spec for name, spec in self.state_fields.items() if name not in MASS_FIELDS}
+
+    @property
     def score_reads(self) -> tuple[str, ...]:
         """Fields that ``score`` reads, ``q`` excluded."""
         return tuple(name for name in self.score.reads if name != "q") if self.score else ()

@@ -123,3 +123,19 @@ def gather_fields(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch
     names = rows[0] if rows else ()
     stacked = {name: torch.stack([row[name] for row in rows]) for name in names}
     return {name: value.to(F64) if value.is_floating_point() else value for name, value in stacked.items()}
+
+
+def unchanged(stage: str, place: str, name: str, stored: torch.Tensor, wanted: torch.Tensor) -> None:
+    """A stored field is what it was, bit for bit."""
+    if not torch.equal(_bits(stored), _bits(wanted)):
+        was = f"{name} is {_show(stored)}, was {_show(wanted)}"
+        raise Fault(stage, place, f"{was}: nothing should have changed it")
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    return value.reshape(-1).contiguous().view(torch.uint8)
+
+
+def _show(value: torch.Tensor) -> str:
+    flat = value.flatten()[:4].tolist()
+    return str(flat[0] if value.dim() == 0 else flat)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import torch
 
+from kvsieve.mass import FIELDS as MASS_FIELDS
 from kvsieve.mass import AttentionMass
 from kvsieve.paging.table import CROP_ROWS
 from kvsieve.reference import ReferenceSegment, reduce_group
-from kvsieve.verify.checks import Numbers, compare
+from kvsieve.verify.checks import Numbers, compare, unchanged
 from kvsieve.verify.rounding import F64, SIGMAS, NoisyArithmetic, growth, spread
 
 U = 2.0**-24
@@ -25,13 +27,15 @@ class MassTwin:
     """Float64 mass beside the stored one.
 
     ``values`` [T] is what the pool held when it was last checked, carried on in float64 by what the call must have
-    done, with ``bound`` [T]; ``own`` [T] has not seen the pool since the two last chose different pages.
+    done, with ``bound`` [T]; ``raw`` holds the stored fields as they were then. ``own`` [T] has not seen the pool since
+    the two last chose different pages.
     """
 
     def __init__(self, mass: AttentionMass, reference: ReferenceSegment) -> None:
         self.mass, self.reference = mass, reference
         self.values, self.bound, self.own = (torch.zeros(0, dtype=F64) for _ in range(3))
         self.pending: list[tuple[torch.Tensor, int]] = []
+        self.raw: dict[str, torch.Tensor] = {}
         self.sharp = True
 
     def fork(self, reference: ReferenceSegment) -> MassTwin:
@@ -44,6 +48,7 @@ class MassTwin:
         """Tokens from ``length`` on, and their queries, are taken back."""
         self.values, self.bound, self.own = (x[:length] for x in (self.values, self.bound, self.own))
         self.pending = [(q, last) for q, last in self.pending if last < length]
+        self.raw = {name: rows[: -(-length // self.reference.page_size)] for name, rows in self.raw.items()}
 
     def begin(self, decode: bool) -> None:
         """A call begins: queries that were kept count now."""
@@ -82,8 +87,18 @@ class MassTwin:
         sigma = sigma + READ / SIGMAS * mass
         return {"mass": mass, "mass_sum": mass.sum(1)}, {"mass": sigma, "mass_sum": sigma.sum(1)}
 
-    def check(self, numbers: Numbers, place: str, stored: torch.Tensor, stored_sum: torch.Tensor) -> None:
-        """The pool's mass [S, p] and page sums [S], scaled, after a call; the next call goes on from it."""
+    def unchanged(self, place: str, raw: Mapping[str, torch.Tensor]) -> None:
+        """The stored fields are what they were after the last call, bit for bit; pages since then start at 0."""
+        for name, stored in raw.items():
+            wanted = torch.zeros_like(stored)
+            if name in self.raw:
+                wanted[: len(self.raw[name])] = self.raw[name]
+            unchanged("state", place, name, stored, wanted)
+
+    def check(self, numbers: Numbers, place: str, raw: Mapping[str, torch.Tensor], scale: float) -> None:
+        """The stored mass [S, p] and page sums [S] after a call, times ``scale``; the next call goes on from it."""
+        self.raw = {name: rows.clone() for name, rows in raw.items()}
+        stored, stored_sum = (raw[name].to(F64) * scale for name in MASS_FIELDS)
         p, length = self.reference.page_size, len(self.values)
         pad = (0, stored.numel() - length)
         values, bound = (torch.nn.functional.pad(x, pad) for x in (self.values, self.bound + READ * self.values))

@@ -9,16 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from kvsieve.graph import FlowGraphs
-from kvsieve.mass import FIELDS as MASS_FIELDS
 from kvsieve.reference import ReferenceSegment, ReferenceStep, select
 from kvsieve.verify.checks import (
-    Fault,
     Numbers,
     boundary_ulp,
     compare,
     expect,
     gather_fields,
     storage_bound,
+    unchanged,
 )
 from kvsieve.verify.mass import MassTwin
 from kvsieve.verify.rounding import F64, attention_spread, graph_spread, unit_roundoff
@@ -83,14 +82,6 @@ class SegmentTwin:
         if self.mass and q is not None:
             self.mass.prompt(q)
 
-    def check_mass(self, numbers: Numbers, state: list[Mapping[str, torch.Tensor]], scale: float) -> None:
-        """After a call: the mass in the stored rows, which are multiplied by ``scale`` when they are read."""
-        if self.mass:
-            stored, sums = (torch.stack([row[name] for row in state]).to(F64) * scale for name in MASS_FIELDS)
-            self.mass.check(numbers, self.place, stored, sums)
-            for wanted, row in zip(self.state, state, strict=True):
-                wanted.update({name: row[name].clone() for name in MASS_FIELDS})
-
     def check_prefill(self, numbers: Numbers, q: torch.Tensor, out: torch.Tensor) -> None:
         """The newest n tokens' outputs: q [n, G, D], received out [n, G, Dv]."""
         if not self._finite():
@@ -150,12 +141,12 @@ class SegmentTwin:
 
     def check_state(self, numbers: Numbers, state: list[Mapping[str, torch.Tensor]]) -> None:
         """The pool holds the state that it must, bit for bit."""
-        if self.graphs is None or not self.graphs.state_fields:
+        if self.graphs is None or not self.graphs.user_state_fields:
             return
         expect(len(state) == len(self.state), "state", self.place, f"{len(state)} pages, expected {len(self.state)}")
         for page, (stored, wanted) in enumerate(zip(state, self.state, strict=True)):
             for name, value in wanted.items():
-                _unchanged("state", f"{self.place} page {page}", name, stored[name], value)
+                unchanged("state", f"{self.place} page {page}", name, stored[name], value)
         numbers.note("storage", 0.0)
 
     def check_summary(self, numbers: Numbers, page: int, stored: Mapping[str, torch.Tensor]) -> None:
@@ -174,7 +165,7 @@ class SegmentTwin:
         """The summaries of full pages stay as they were when they were checked, bit for bit."""
         for page, fields in self.summaries.items():
             for name, value in fields.items():
-                _unchanged("summary", f"{self.place} page {page}", name, stored[page][name], value)
+                unchanged("summary", f"{self.place} page {page}", name, stored[page][name], value)
 
     def _check_scores(
         self,
@@ -246,21 +237,5 @@ class SegmentTwin:
     def _enter(self) -> None:
         """The state of a page that entered with the newest token."""
         while len(self.state) < len(self.reference.state):
-            fields = self.graphs.state_fields if self.graphs else {}
+            fields = self.graphs.user_state_fields if self.graphs else {}
             self.state.append({name: spec.initial.clone() for name, spec in fields.items() if spec.initial is not None})
-
-
-def _unchanged(stage: str, place: str, name: str, stored: torch.Tensor, wanted: torch.Tensor) -> None:
-    """A stored field is what it was, bit for bit."""
-    if not torch.equal(_bits(stored), _bits(wanted)):
-        was = f"{name} is {_show(stored)}, was {_show(wanted)}"
-        raise Fault(stage, place, f"{was}: nothing should have changed it")
-
-
-def _bits(value: torch.Tensor) -> torch.Tensor:
-    return value.reshape(-1).contiguous().view(torch.uint8)
-
-
-def _show(value: torch.Tensor) -> str:
-    flat = value.flatten()[:4].tolist()
-    return str(flat[0] if value.dim() == 0 else flat)

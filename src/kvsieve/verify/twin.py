@@ -13,7 +13,9 @@ from kvsieve.budget import Budget, BudgetLike, budget_for_layer
 from kvsieve.call import Attended, Call
 from kvsieve.flow import Flow, extra_parameters
 from kvsieve.graph import FlowGraphs, Geometry
+from kvsieve.mass import FIELDS as MASS_FIELDS
 from kvsieve.paging.allocator import NULL_BLOCK
+from kvsieve.paging.pool import LayerPool
 from kvsieve.reference import ReferenceSegment
 from kvsieve.runtime import CROP_ROWS, RequestId, Runtime
 from kvsieve.verify.checks import Numbers, expect
@@ -246,7 +248,9 @@ class Twin:
                 stored = field[head, entry.blocks].flatten(0, 1)[: entry.length].to("cpu", torch.float64)
                 same = torch.equal(torch.nan_to_num(stored, nan=7.0), torch.nan_to_num(torch.stack(wanted), nan=7.0))
                 expect(same, "storage", segment.place, f"{name} is not what was written")
-        segment.check_state(self.numbers, self._rows(pool.state, head, entry.rows))
+        segment.check_state(self.numbers, self._state(pool, head, entry.rows))
+        if segment.mass:
+            segment.mass.unchanged(segment.place, self._mass(pool, head, entry.rows))
         segment.check_summaries(self._rows(pool.summaries, head, entry.blocks))
 
     def _check_step(self, layer: int, requests: Sequence[RequestId], draw: Draw, result: Attended) -> None:
@@ -270,7 +274,7 @@ class Twin:
                     row = scores[scored.index(request), head, :width]
                 received = StepResult(out[i, mine], lse[i, head], pages[i, head, : counts[i]].tolist(), row)
                 summaries = self._rows(pool.summaries, head, entry.blocks)
-                state = self._rows(pool.state, head, entry.rows)
+                state = self._state(pool, head, entry.rows)
                 segment = self._segments[layer, request, head]
                 segment.sharp = self._judge.random() < self._judged
                 full = (len(segment.reference.k) + 1) // self.options.page_size
@@ -280,8 +284,8 @@ class Twin:
     def _check_mass(self, layer: int, request: RequestId, head: int) -> None:
         segment, entry = self._segments[layer, request, head], self.runtime.tables[request]
         if segment.mass:
-            stored = self._rows(self.runtime.layers[layer].pool.state, head, entry.rows)
-            segment.check_mass(self.numbers, stored, segment.mass.mass.factor**entry.mass.age)
+            stored = self._mass(self.runtime.layers[layer].pool, head, entry.rows)
+            segment.mass.check(self.numbers, segment.place, stored, segment.mass.mass.factor**entry.mass.age)
 
     def _check_new_summaries(self, requests: Sequence[RequestId], starts: Sequence[int]) -> None:
         p = self.options.page_size
@@ -390,6 +394,15 @@ class Twin:
     def _segments_of(self, request: RequestId) -> list[tuple[tuple[int, RequestId, int], SegmentTwin]]:
         """The segments of a request, with their (layer, request, KV head)."""
         return [(key, segment) for key, segment in self._segments.items() if key[1] == request]
+
+    def _state(self, pool: LayerPool, head: int, rows: Sequence[int]) -> list[Mapping[str, torch.Tensor]]:
+        """What the flow's ``score`` returned, row by row."""
+        return self._rows({name: field for name, field in pool.state.items() if name not in MASS_FIELDS}, head, rows)
+
+    @staticmethod
+    def _mass(pool: LayerPool, head: int, rows: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The attention mass as it is stored, all rows at once: in a long request they are many."""
+        return {name: pool.state[name][head, list(rows)].cpu() for name in MASS_FIELDS}
 
     @staticmethod
     def _rows(fields: Mapping[str, torch.Tensor], head: int, places: Sequence[int]) -> list[Mapping[str, torch.Tensor]]:
