@@ -183,15 +183,17 @@ class Call:
         for place, (request, count, mass) in enumerate(zip(self.requests, self.counts, self.masses, strict=True)):
             new = q[last : last + count]
             last += count
+            if not count:
+                continue
             if mass.committed is not None:  # what a crop could have taken back
                 rows = layer.queries.take(request, mass.surviving)[-mass.committed.rows :]
                 self._count_queries(layer.pool, plan, place, rows, mass.committed, options)
-            if self.decode or not count:
-                continue
-            if mass.counted is not None:
+            if mass.counted is not None and not self.decode:
                 self._count_queries(layer.pool, plan, place, new, mass.counted, options)
-            elif mass.kept:
+            if mass.kept:
                 layer.queries.keep(request, mass.surviving, new, mass.kept)
+            else:
+                layer.queries.forget(request)
 
     def _count_queries(
         self, pool: LayerPool, plan: Plan, place: int, q: torch.Tensor, update: MassUpdate, options: AttentionOptions

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvsieve.dtypes import default_dtype
 from kvsieve.flow import BUILTIN_FIELDS, Flow, PageFields, extra_parameters
 from kvsieve.mass import FIELDS as MASS_FIELDS
 from kvsieve.ops import Shape, show
@@ -100,7 +101,8 @@ def trace_flow(flow: Flow, geometry: Geometry) -> FlowGraphs:
     Raises:
         FlowError: the flow breaks a rule; names its file, line, op and shapes, and the remedy.
     """
-    with exclusive(), torch.inference_mode(False), torch.no_grad():
+    # A flow is written for float32, whatever the program around it makes by default.
+    with exclusive(), torch.inference_mode(False), torch.no_grad(), default_dtype(torch.float32):
         return _trace_flow(flow, geometry)
 
 

@@ -66,6 +66,11 @@ class Layers:
     def __getitem__(self, index: int) -> Layer:
         return self._layers[index]
 
+    def forget(self, indices: Collection[int]) -> None:
+        """Drop layers, as if they had never attended."""
+        for index in indices:
+            self._layers.pop(index, None)
+
     def items(self) -> Iterator[tuple[int, Layer]]:
         """Index and layer, in the order of their first attend."""
         return iter(self._layers.items())

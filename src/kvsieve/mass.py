@@ -21,7 +21,8 @@ FIELDS = ("mass", "mass_sum")
 
 _REDUCTIONS = ("sum", "mean", "max")
 _WINDOW = re.compile(r"window:([1-9][0-9]*)")
-_LARGEST_UNIT = 2.0**60
+LARGEST_UNIT = 2.0**60
+"""Of stored mass per mass of 1: the store is rebased before it grows larger."""
 _LEAST_WEIGHT = 2.0**-32
 
 
@@ -151,7 +152,7 @@ class MassLedger:
 
     def _update(self, mass: AttentionMass, rows: int, first: int) -> MassUpdate:
         age, rebase = self.age + rows, None
-        if age and mass.factor**age * _LARGEST_UNIT < 1:
+        if age and mass.factor**age * LARGEST_UNIT < 1:
             age, rebase = 0, mass.factor**age
         self.age = age
         return MassUpdate(rows, first, rebase, mass.factor**-age)

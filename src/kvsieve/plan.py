@@ -174,7 +174,7 @@ class Plan:
     @cached_property
     def mass(self) -> MassRows:
         """Where the attention mass of the call's requests is stored, and in which unit."""
-        units = torch.tensor([mass.counted.unit if mass.counted else 0.0 for mass in self._masses])
+        units = torch.tensor([mass.counted.unit if mass.counted else 0.0 for mass in self._masses], dtype=torch.float32)
         return MassRows(self._send(self._row_table), self._send(units))
 
     def quota(self, budget: Budget, scores: bool, stateful: bool) -> Quota:
@@ -234,13 +234,18 @@ class Plan:
             blocks=self._send(blocks),
             rows=self._send(rows),
             valid=self._send(valid),
-            position=self._send(position.float()),
-            age=self._send(age.float()),
+            position=self._send(position.to(torch.float32)),
+            age=self._send(age.to(torch.float32)),
             topk=self._send(topk),
             max_topk=max(topk),
             total_pages=sum(widths),
-            mass_scale=self._send(torch.tensor([[self._masses[i].scale] for i in scored])) if self._masses else None,
+            mass_scale=self._scales(scored),
         )
+
+    def _scales(self, scored: list[int]) -> torch.Tensor | None:
+        if not self._masses:
+            return None
+        return self._send(torch.tensor([[self._masses[i].scale] for i in scored], dtype=torch.float32))
 
     def _send(self, values: torch.Tensor | Sequence[int]) -> torch.Tensor:
         """Host values on the plan's device; a CUDA copy is queued, never waited for."""

@@ -12,7 +12,7 @@ import torch
 from kvsieve.backends import Backend, get_backend
 from kvsieve.budget import Budget, BudgetLike
 from kvsieve.call import Attended, Call, ReadStats
-from kvsieve.errors import ConfigError, NotCroppable, OutOfPages
+from kvsieve.errors import ConfigError, NotCroppable
 from kvsieve.flow import Flow, check_flow, choose_page_size, load_flow
 from kvsieve.layers import Layer, Layers
 from kvsieve.mass import RequestMass
@@ -133,29 +133,43 @@ class Runtime:
 
         Raises:
             OutOfPages: the pool is too small; nothing is changed.
-            ConfigError: this runtime's flow has attention mass that is seeded by prompt queries, which nobody kept.
+            ConfigError: this runtime's flow has attention mass that is seeded by prompt queries, which nobody kept; or
+                the layers of the two do not fit each other; nothing is changed.
         """
         if self.flow.mass is not None and self.flow.mass.seed != "none":
             raise ConfigError(
                 f"adopt: expected a flow without prompt-seeded attention mass, received {self.flow!r}; prefill with it"
             )
+        self._settle()
         source._settle()
         source._refuse_preempted(requests)
         lengths = [source.length(request) for request in requests]
+        theirs, mine = set(source.layers), set(self.layers)
+        if any(lengths) and (not theirs or (mine and theirs != mine)):
+            raise ConfigError(
+                f"adopt: expected a runtime that has stored layers {sorted(mine) or '0, 1, ...'}, received one with "
+                f"{sorted(theirs)}"
+            )
         adopted = [self.admit() for _ in requests]
-        if not any(lengths):
-            return adopted
         try:
-            call = self.extend(adopted, lengths)
-        except OutOfPages:
+            if any(lengths):
+                self._take_over(source, requests, adopted, lengths)
+        except BaseException:
             self.finish(adopted)
+            self._newest = None
+            self.layers.forget(theirs - mine)
             raise
+        return adopted
+
+    def _take_over(
+        self, source: Runtime, requests: Sequence[RequestId], adopted: Sequence[RequestId], lengths: Sequence[int]
+    ) -> None:
+        call = self.extend(adopted, lengths)
         for index, layer in source.layers.items():
             parts = [layer.pool.tokens(source.tables[one].blocks, n) for one, n in zip(requests, lengths, strict=True)]
             k, v = (torch.cat(field) for field in zip(*parts, strict=True))
             heads = layer.pool.num_kv_heads * layer.group
             call.store(index, k, v, query_heads=heads, scale=layer.scale)
-        return adopted
 
     def crop(self, requests: Sequence[RequestId], lengths: Sequence[int]) -> None:
         """Forget the tokens of each request from a length on.
@@ -250,8 +264,8 @@ class Runtime:
     def layer(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Layer:
         """A layer with room for all tokens of the tables; made when it first attends."""
         if index not in self.layers:
+            self.tables.prefixes.clear()  # this layer has not stored them
             self._refuse_hole(index)
-            self.tables.prefixes.evict(len(self.tables.prefixes))  # this layer has not stored them
         return self._reserved(self.layers.get(index, q, k, v, scale))
 
     def _open(self, requests: Sequence[RequestId], counts: Sequence[int], decode: bool) -> Call:

@@ -73,9 +73,9 @@ def column_sums(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> 
     mass = options.mass
     assert mass is not None
     rows, length = mass.significant(len(q)), k.shape[1]
-    weights = torch.tensor(mass.row_weights(rows), device=q.device)
+    weights = torch.tensor(mass.row_weights(rows), dtype=torch.float32, device=q.device)
     queries, keys = q[len(q) - rows :].permute(1, 2, 0, 3).float(), k.float()[:, None].transpose(-1, -2)
-    total = torch.zeros(k.shape[0], length, device=q.device)
+    total = torch.zeros(k.shape[0], length, dtype=torch.float32, device=q.device)
     for first in range(0, rows, MASS_ROWS):
         block = queries[:, :, first : first + MASS_ROWS]
         last = length - rows + first + block.shape[2]

@@ -39,6 +39,11 @@ class PrefixCache:
             self._allocator.share([block])
             self._blocks[key] = block
 
+    def clear(self) -> None:
+        """Know no prefix any more; blocks that nobody else holds are free."""
+        self._allocator.release(list(self._blocks.values()))
+        self._blocks.clear()
+
     @property
     def evictable(self) -> int:
         """Blocks that only the cache holds."""

@@ -29,5 +29,5 @@ class KeptQueries:
             self._kept[target] = self._kept[source]
 
     def forget(self, request: RequestId) -> None:
-        """The request has ended."""
+        """All of them count now, or the request has ended."""
         self._kept.pop(request, None)

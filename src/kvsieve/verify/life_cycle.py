@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from kvsieve.dtypes import dtype_name
-from kvsieve.paging.table import RequestId
+from kvsieve.mass import LARGEST_UNIT
+from kvsieve.paging.table import CROP_ROWS, RequestId
 from kvsieve.verify.checks import Numbers, expect
 from kvsieve.verify.data import BulkData, LayerShape
 from kvsieve.verify.poison import poisoned_pools
@@ -64,6 +66,35 @@ def _evicted_prefix(subject: Subject) -> Numbers:
     return twin.numbers
 
 
+def _mass(subject: Subject) -> Numbers:
+    """Attention mass where chance seldom looks: crops, preemption and decay beside queries that do not count yet."""
+    mass, numbers = subject.flow.mass, Numbers()
+    if mass is None:
+        return numbers
+    full = mass.window or CROP_ROWS + 1
+    with poisoned_pools():
+        twin = subject.twin([SHAPE], BulkData(subject.seed), judged=0.2)
+        cropped, preempted = twin.admit(), twin.admit()
+        twin.extend([cropped, preempted], [full + 7, full])
+        twin.extend([cropped, preempted], [10, 5])
+        twin.crop([cropped], [full + 8])
+        twin.preempt(preempted)
+        twin.step([cropped])
+        twin.resume(preempted)
+        for _ in range(2):
+            twin.step([preempted, cropped])
+        numbers.merge(twin.numbers)
+        if 0 < mass.factor < 1:  # the store is rebased in the middle of the steps
+            limit = min(1000, math.floor(math.log(LARGEST_UNIT) / -math.log(mass.factor)))
+            twin = subject.twin([LayerShape(1, 2, 6, 4)], BulkData(subject.seed), judged=0.2)
+            request = twin.admit()
+            twin.extend([request], [max(1, limit - 4)], compare=False)
+            for _ in range(12):
+                twin.step([request])
+            numbers.merge(twin.numbers)
+    return numbers
+
+
 def _starts_empty(twin: Twin, request: RequestId) -> None:
     length = twin.requests[request]
     expect(length == 0, "life cycle", "prefix", f"{length} tokens of a prefix that is not there")
@@ -73,4 +104,5 @@ LIFE_CYCLE: tuple[tuple[str, str, Callable[[Subject], Numbers]], ...] = (
     ("life cycle", "random programmes in a tiny pool", _programs),
     ("abandoned call", "a call that not every layer attended leaves nothing behind", _abandoned),
     ("evicted prefix", "a prefix without its first page is none", _evicted_prefix),
+    ("mass life cycle", "attention mass through crops, preemption, rebasing", _mass),
 )

@@ -113,7 +113,7 @@ def run_program(program: Program, backend: str | Backend = "eager", built: Flow 
             run_event(twin, program, event)
         twin.finish(list(twin.requests))
         tables = twin.runtime.tables
-        tables.prefixes.evict(len(tables.prefixes))
+        tables.prefixes.clear()
         expect(tables.block_allocator.used_blocks == 0, "life cycle", "pool", "blocks are held by nobody")
         expect(tables.row_allocator.used_blocks == 0, "life cycle", "pool", "state rows are held by nobody")
     return twin.numbers

@@ -167,17 +167,22 @@ def _order(subject: Subject) -> Numbers:
     pool = torch.tensor(
         [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, -1.5, -1.0, 2.0, 2 + 2.0**-22, 1e-42, -1e-42]
     )
-    for budget in (Budget(4, 1, 2), Budget(1, 0, 1), Budget(2, 2, 1, 0.6)):
+    near = 1 + torch.randperm(1500, generator=random) * 2.0**-23  # no two alike, and no coarser key tells them apart
+    ragged, long = [19 * p, 4 * p + 1, 1, 11 * p - 1, 30 * p], [1503 * p, 7 * p]
+    cases = [(budget, ragged, pool, 20) for budget in (Budget(4, 1, 2), Budget(1, 0, 1), Budget(2, 2, 1, 0.6))]
+    for budget, lengths, values, times in (*cases, (Budget(200, 1, 2), long, near, 2)):
         tables = RequestTables(p, None, False)
-        requests = [tables.admit() for _ in range(5)]
-        lengths = [19 * p, 4 * p + 1, 1, 11 * p - 1, 30 * p]
+        requests = [tables.admit() for _ in lengths]
         tables.append(requests, lengths)
         plan = Plan(tables, requests, lengths, [], torch.device(subject.device))
         quota = plan.quota(budget, True, False)
         assert quota.window is not None
         shape = (len(quota.window.requests), heads, quota.window.valid.shape[1])
-        for _ in range(20):
-            scores = pool[torch.randint(len(pool), shape, generator=random)]
+        for _ in range(times):
+            drawn = torch.randint(len(values), shape, generator=random)
+            if len(values) >= shape[2]:  # each value once
+                drawn = torch.rand((*shape[:2], len(values)), generator=random).argsort(-1)[..., : shape[2]]
+            scores = values[drawn]
             padding = ~quota.window.valid.cpu()[:, None].expand(shape)
             scores[padding] = (float("inf"), float("nan"), 1e9)[int(torch.randint(3, (), generator=random))]
             selection = backend.select(scores.to(subject.device), quota, heads)
@@ -225,7 +230,11 @@ CHECKS: tuple[Check, ...] = (
     Check("extreme", "huge and tiny magnitudes", _extreme),
     Check("broken request", "NaN and infinite keys in one request; the others do not notice", _broken),
     Check("options", "scale, soft-cap, sink logits, a dense layer", _options),
-    Check("order", "selection alone: NaN, infinities, both zeros, ties, negatives, ragged windows", _order),
+    Check(
+        "order",
+        "selection alone: NaN, infinities, both zeros, ties, negatives, near ties, ragged and long windows",
+        _order,
+    ),
     Check("ratio", "a budget that grows with the request", _ratio),
     Check("long context", "33,000 pages: more than 15 bits count", _long),
     *(Check(name, shows, run) for name, shows, run in LIFE_CYCLE),

@@ -55,7 +55,7 @@ def attend(
     pages = selection.pages if selection.pages.stride(2) == 1 else selection.pages.contiguous()
     k, v, table = pool.k, pool.v, rows.table
     out = torch.empty(batch, heads, group, v.shape[3], dtype=q.dtype)
-    lse = torch.empty(batch, heads, group)
+    lse = torch.empty(batch, heads, group, dtype=torch.float32)
     call = _Attention(
         *(batch, heads, group, width, v.shape[3], pool.page_size),
         *(q.data_ptr(), q.stride(0), q.stride(1), q.stride(2)),

@@ -33,6 +33,7 @@ CHEAPEST_FIRST = (
     "under budget",
     "abandoned call",
     "evicted prefix",
+    "mass life cycle",
     "ties",
     "broken request",
     "options",

@@ -65,6 +65,28 @@ def _(original: Any) -> Any:
     return lambda *arguments: None
 
 
+@fault("rebasing leaves the last page out", None, LayerPool, "rebase_mass")
+def _(original: Any) -> Any:
+    return lambda self, rows, factor: original(self, rows[:-1], factor)
+
+
+@fault("a preempted request forgets the queries that do not count yet", None, RequestTables, "release")
+def _(original: Any) -> Any:
+    def release(self: RequestTables, request: Any) -> None:
+        original(self, request)
+        self[request].mass.pending = 0
+
+    return release
+
+
+@fault("a window keeps no queries for a crop", None, MassLedger, "call")
+def _(original: Any) -> Any:
+    def call(self: MassLedger, mass: AttentionMass, start: int, count: int, decode: bool, croppable: int) -> Any:
+        return original(self, mass, start, count, decode, 0 if mass.window else croppable)
+
+    return call
+
+
 @fault("pages enter with the mass of their last owner", 10, LayerPool, "enter")
 def _(original: Any) -> Any:
     def enter(self: LayerPool, rows: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from kvsieve.compat.vortex.core.kernels import Gathered, compute, widened
 from kvsieve.compat.vortex.core.ops import RowOp, bf16
 from kvsieve.compat.vortex.core.segment import SegmentTensor, segment_tensor
 from kvsieve.compat.vortex.core.work import Work
-from kvsieve.compat.vortex.indexer.context import number
+from kvsieve.compat.vortex.indexer.context import number, segments_of
 
 FORMATS = (FORMAT.BATCHED, FORMAT.RAGGED, FORMAT.PAGED)
 
@@ -47,6 +47,7 @@ class IndexerOp(vOp, RowOp):
         xs = self._checked(_in_order(operands, named), self.profiled)
         shape = self.result_shape(*(checks.inner(x) for x in xs))
         kind, alpha, beta = self._result_format(xs), bf16(self.alpha), bf16(self.beta)
+        self._check_rows(xs, ctx)
         tables = [plain(x) for x in xs]
         if kind is FORMAT.BATCHED:
             value = self.rows(*map(widened, tables), alpha=alpha, beta=beta)
@@ -84,6 +85,14 @@ class IndexerOp(vOp, RowOp):
             self._check_format(x)
         checks.same_device(self, *xs)
         return xs
+
+    def _check_rows(self, xs: list[vTensor], ctx: Any) -> None:
+        """Every segment of the step has a row in BATCHED operands."""
+        rows = [len(x) for x in xs if x._format is FORMAT.BATCHED]
+        if rows and min(rows) < segments_of(ctx):
+            raise self.refuse(f"expected BATCHED operands of at least {segments_of(ctx)} rows, received {min(rows)}")
+        if len(rows) == len(xs) and len({*rows} - {1}) > 1:
+            raise self.refuse(f"expected BATCHED operands of equally many rows, received {rows}")
 
     def _check_number(self, received: int) -> None:
         if received != self.arity:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kvsieve.compat.vortex.abs.tensor import plain
+from kvsieve.compat.vortex.core.errors import OpError
 from kvsieve.compat.vortex.indexer.context import PAGE_LISTS, WORK_LIST, number
 from kvsieve.compat.vortex.indexer.plan import Listing, Outputs, StepShape, indptr, page_rows, send, write_plan
 from kvsieve.compat.vortex.utils import UNSET
@@ -33,7 +34,7 @@ def plan_decode(cached_seq_lens: torch.Tensor, req_to_token: torch.Tensor, req_i
     Raises:
         OpError: an output tensor is too small, or a number is out of range.
     """
-    lengths = [int(length) for length in plain(cached_seq_lens).flatten().tolist()]
+    lengths = read_lengths(cached_seq_lens, req_to_token, req_indices)
     chunk = number(ctx, "max_chunk_size") or max(1, max(lengths, default=1))
     step = StepShape(
         lengths,
@@ -73,7 +74,7 @@ def sglang_plan_decode(
     min_chunk_size: int = 1,
 ) -> None:
     """:func:`plan_decode` with every argument loose. ``min_chunk_size`` has no effect, as in vortex_torch."""
-    lengths = [int(length) for length in plain(cached_seq_lens).flatten().tolist()]
+    lengths = read_lengths(cached_seq_lens, req_to_token, req_indices)
     step = StepShape(lengths, page_size, num_kv_heads, topk_val, page_reserved_bos, page_reserved_eos, max_chunk_size)
     lists = dense_kv_indptr, dense_kv_indices, sparse_kv_indptr, sparse_kv_indices, kv_last_page_len
     winfo = winfo_q_indices, winfo_kv_offsets, winfo_kv_lens, winfo_num_workloads, winfo_chunk_size
@@ -102,7 +103,10 @@ def sglang_plan_prefill(
         qo_indptr_ragged: [B + 1], prefix sums of the new tokens; qo_indptr_paged: [B * H + 1], the same per segment.
         batch_table: [new tokens], the request of every new token.
     """
-    lengths, new = ([int(n) for n in plain(x).flatten().tolist()] for x in (cached_seq_lens, input_seq_lens))
+    lengths = read_lengths(cached_seq_lens, req_to_token, req_indices)
+    new = [int(n) for n in plain(input_seq_lens).flatten().tolist()]
+    if len(new) != len(lengths) or min(new, default=0) < 0:
+        raise OpError(f"plan_prefill: input_seq_lens: expected {len(lengths)} numbers >= 0, received {new}")
     step, device = StepShape(lengths, page_size, num_kv_heads, 0, 0, 0, 1), dense_kv_indices.device
     pages = step.per_segment(step.pages)
     last = [(length - 1) % page_size + 1 if length else 0 for length in lengths]
@@ -151,11 +155,36 @@ def _transposed(x: torch.Tensor, out: torch.Tensor, starts: torch.Tensor, to_hea
     return out
 
 
+def read_lengths(lengths: torch.Tensor, req_to_token: torch.Tensor, req_indices: torch.Tensor) -> list[int]:
+    """The requests' lengths, read back together with their rows of the table, which must hold them.
+
+    Raises:
+        OpError: there is no such row, or it holds fewer tokens.
+    """
+    rows, width = plain(req_to_token).shape
+    lens, indices = (plain(x).flatten().long() for x in (lengths, req_indices))
+    if len(lens) != len(indices):
+        raise OpError(f"plan: expected a row of req_to_token for each of {len(lens)} lengths, received {len(indices)}")
+    read, places = torch.stack([lens, indices.to(lens.device)]).tolist()
+    for length, place in zip(read, places, strict=True):
+        if not (0 <= length <= width and 0 <= place < rows):
+            raise OpError(
+                f"plan: expected lengths in [0, {width}] and rows in [0, {rows}) of req_to_token {[rows, width]}, "
+                f"received length {length} in row {place}"
+            )
+    return [int(length) for length in read]
+
+
 def _make_missing(ctx: Any, step: StepShape, device: torch.device) -> None:
+    """Make the outputs that nobody has set, and anew those that it made and that have become too small."""
+    made: dict[str, torch.Tensor] = getattr(ctx, "_made", None) or {}
     segments, pages = len(step.lengths) * step.heads, sum(step.pages) * step.heads
     sizes = {"dense_kv_indptr": segments + 1, "sparse_kv_indptr": segments + 1, "kv_last_page_len": segments}
     sizes |= {"dense_kv_indices": pages, "sparse_kv_indices": pages, "winfo_num_workloads": 1, "winfo_chunk_size": 1}
     for name in (*PAGE_LISTS, *WORK_LIST):
-        if getattr(ctx, name, UNSET) is UNSET:
-            size = sizes.get(name, sum(step.items) * step.heads)
-            setattr(ctx, name, torch.zeros(size, dtype=torch.int32, device=device))
+        size, held = sizes.get(name, sum(step.items) * step.heads), getattr(ctx, name, UNSET)
+        outgrown = name in made and held is made[name] and made[name].numel() < size
+        if held is UNSET or outgrown:
+            made[name] = torch.zeros(2 * size if outgrown else size, dtype=torch.int32, device=device)
+            setattr(ctx, name, made[name])
+    ctx._made = made
