@@ -194,7 +194,7 @@ def test_errors_travel_between_processes(error: Exception) -> None:
 
 def plant_shared_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy-on-write is forgotten: one of two requests that share a partial page overwrites the other's tokens."""
-    monkeypatch.setattr(RequestTables, "_last_page_is_shared", lambda self, entry: False)
+    monkeypatch.setattr(RequestTables, "_shared_and_written", lambda self, entry, count, kept: [])
 
 
 def test_a_shrunk_programme_is_minimal_and_replays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from kvsieve.budget import Budget
 from kvsieve.errors import ConfigError, FlowError, KvsieveError, NotCroppable, OutOfPages
 from kvsieve.flow import Flow, build_flow, list_flows, load_flow, register
 from kvsieve.mass import AttentionMass
+from kvsieve.retention import Evict, Keep
 from kvsieve.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -18,8 +19,10 @@ __all__ = [
     "AttentionMass",
     "Budget",
     "ConfigError",
+    "Evict",
     "Flow",
     "FlowError",
+    "Keep",
     "KvsieveError",
     "NotCroppable",
     "OutOfPages",

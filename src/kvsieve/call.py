@@ -14,10 +14,11 @@ from kvsieve.budget import Budget
 from kvsieve.errors import ConfigError
 from kvsieve.layers import Layer
 from kvsieve.mass import MassUpdate, RequestMass
-from kvsieve.paging.allocator import BlockId
 from kvsieve.paging.pool import LayerPool
-from kvsieve.paging.table import RequestId, RequestTables
+from kvsieve.paging.slots import occupy, trim
+from kvsieve.paging.table import Growth, RequestId, RequestTables
 from kvsieve.plan import Plan, Quota
+from kvsieve.retention import Evict
 
 
 @dataclass
@@ -50,6 +51,7 @@ class CallHost(Protocol):
     backend: Backend
     tables: RequestTables
     counted: ReadStats
+    eviction: Evict | None
 
     def is_newest(self, call: Call) -> bool:
         """Whether layers may still attend this call."""
@@ -70,13 +72,13 @@ class Call:
         host: CallHost,
         requests: tuple[RequestId, ...],
         counts: tuple[int, ...],
-        entered: list[BlockId],
+        growth: Growth,
         decode: bool,
         masses: Sequence[RequestMass],
     ) -> None:
         self.host, self.requests, self.counts, self.decode, self.masses = host, requests, counts, decode, masses
         self.attended: set[int] = set()
-        self._entered = entered
+        self._growth = growth
         self._plans: dict[torch.device, Plan] = {}
 
     @property
@@ -108,12 +110,16 @@ class Call:
             sinks: sink logits [Hq], added to the softmax's denominator.
         """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        state, plan = self._store(layer, q, k, v, scale, softcap, sinks)
+        state, plan = self._begin(layer, q, k, v, scale, softcap, sinks)
         heads, backend, pool = state.pool.num_kv_heads, self.host.backend, state.pool
         options = AttentionOptions(scale, softcap, None if sinks is None else sinks.reshape(heads, state.group))
         grouped = q.unflatten(1, (heads, state.group))
+        with_mass = replace(options, mass=state.mass)
         if state.mass is not None:
-            self._count_prompts(state, grouped, plan, replace(options, mass=state.mass))
+            self._count_kept(state, plan, with_mass)
+        self._write(layer, state, plan, k, v)
+        if state.mass is not None:
+            self._count_new(state, grouped, plan, with_mass)
         if not self.decode:
             return Attended(backend.prefill(grouped, k, v, pool, plan.rows, options).flatten(1, 2))
         return self._step(state, grouped, plan, options)
@@ -134,9 +140,9 @@ class Call:
         if self.decode:
             raise ConfigError(f"layer {layer}: expected a prefill call, received a decode step; use attend there")
         q = k.new_empty(1).expand(k.shape[0], query_heads, k.shape[-1])  # a shape: nobody reads it
-        self._store(layer, q, k, v, scale, None, None)
+        self._write(layer, *self._begin(layer, q, k, v, scale, None, None), k, v)
 
-    def _store(
+    def _begin(
         self,
         layer: int,
         q: torch.Tensor,
@@ -146,19 +152,25 @@ class Call:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> tuple[Layer, Plan]:
-        """Check a layer's tensors, write its tokens and summarize the pages they fill."""
+        """Check a layer's tensors; the layer has room for them then."""
         if not self.host.is_newest(self) or layer in self.attended:
             raise ConfigError(f"layer {layer}: expected one attend per layer and call, in the newest call")
         _check_tensors(layer, sum(self.counts), q, k, v)
         _check_options(layer, q.shape[1], scale, softcap, sinks)
-        state, plan = self.host.layer(layer, q, k, v, scale), self._plan(k.device)
+        return self.host.layer(layer, q, k, v, scale), self._plan(k.device)
+
+    def _write(self, layer: int, state: Layer, plan: Plan, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Evict what must go, write the layer's tokens and summarize the pages they fill."""
         writes, pool = plan.writes, state.pool
+        for one in plan.trims:
+            trim(pool, one)
         self.host.backend.write(pool, writes, k, v)
         pool.enter(writes.entered)
+        if writes.slots is not None:
+            occupy(pool, *writes.slots)
         if state.graphs is not None:
             self.host.backend.summarize(state.flow, pool, writes.filled)
         self.attended.add(layer)
-        return state, plan
 
     def _step(self, layer: Layer, q: torch.Tensor, plan: Plan, options: AttentionOptions) -> Attended:
         backend, pool, graphs = self.host.backend, layer.pool, layer.graphs
@@ -177,17 +189,21 @@ class Call:
         self._count(layer, plan, quota)
         return Attended(out.flatten(1, 2), lse, selection, scores)
 
-    def _count_prompts(self, layer: Layer, q: torch.Tensor, plan: Plan, options: AttentionOptions) -> None:
-        """Count prompt queries in the attention mass, or keep them: those of earlier calls, and q [T, H, G, D]."""
+    def _count_kept(self, layer: Layer, plan: Plan, options: AttentionOptions) -> None:
+        """Count the queries of earlier calls that were kept because a crop could have taken them back."""
+        for place, (request, mass) in enumerate(zip(self.requests, self.masses, strict=True)):
+            if mass.committed is not None:
+                rows = layer.queries.take(request, mass.surviving)[-mass.committed.rows :]
+                self._count_queries(layer.pool, plan, place, rows, mass.committed, options)
+
+    def _count_new(self, layer: Layer, q: torch.Tensor, plan: Plan, options: AttentionOptions) -> None:
+        """Count the call's own prompt queries in the attention mass, or keep them: q [T, H, G, D]."""
         last = 0
         for place, (request, count, mass) in enumerate(zip(self.requests, self.counts, self.masses, strict=True)):
             new = q[last : last + count]
             last += count
             if not count:
                 continue
-            if mass.committed is not None:  # what a crop could have taken back
-                rows = layer.queries.take(request, mass.surviving)[-mass.committed.rows :]
-                self._count_queries(layer.pool, plan, place, rows, mass.committed, options)
             if mass.counted is not None and not self.decode:
                 self._count_queries(layer.pool, plan, place, new, mass.counted, options)
             if mass.kept:
@@ -200,10 +216,10 @@ class Call:
     ) -> None:
         """Add the attention of consecutive queries [n, H, G, D] of one request to its stored mass."""
         pages = -(-(update.first + update.rows) // pool.page_size)
-        rows = plan.mass.table[place, :pages]
+        blocks, rows = plan.before(place, pages)
         if update.rebase is not None:
             pool.rebase_mass(rows, update.rebase)
-        sums = self.host.backend.prompt_mass(q, pool, plan.rows.table[place, :pages], update.first, options)
+        sums = self.host.backend.prompt_mass(q, pool, blocks, update.first, options)
         padded = torch.nn.functional.pad(sums * update.unit, (0, pages * pool.page_size - sums.shape[1]))
         pool.add_mass(rows.expand(len(sums), -1), padded.unflatten(1, (pages, pool.page_size)))
 
@@ -221,13 +237,23 @@ class Call:
         pool, counted = layer.pool, self.host.counted
         token = (pool.k.shape[-1] + pool.v.shape[-1]) * pool.dtype.itemsize * pool.num_kv_heads
         counted.kv_bytes += quota.tokens * token
-        counted.dense_bytes += sum(plan.rows.lengths) * token
+        counted.dense_bytes += plan.seen * token
         if quota.window is not None:
             counted.field_bytes += quota.window.total_pages * pool.num_kv_heads * layer.score_bytes
 
     def _plan(self, device: torch.device) -> Plan:
         if device not in self._plans:
-            self._plans[device] = Plan(self.host.tables, self.requests, self.counts, self._entered, device, self.masses)
+            growth, host = self._growth, self.host
+            self._plans[device] = Plan(
+                host.tables,
+                self.requests,
+                self.counts,
+                growth.entered,
+                device,
+                self.masses,
+                host.eviction,
+                growth.cuts,
+            )
         return self._plans[device]
 
 

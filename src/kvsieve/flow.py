@@ -7,7 +7,7 @@ import importlib
 import inspect
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -18,6 +18,7 @@ from kvsieve.budget import Budget
 from kvsieve.errors import ConfigError, FlowError, Location, UnknownName
 from kvsieve.flow_file import import_file
 from kvsieve.mass import AttentionMass
+from kvsieve.retention import Evict
 
 BUILTIN_FIELDS = ("k", "v", "position", "age")
 """Fields every flow can read in ``score``: K [W, p, D], V [W, p, Dv], position [W], age [W]."""
@@ -68,6 +69,8 @@ class Flow:
     name: ClassVar[str] = ""
     page_size: ClassVar[int | None] = None
     """A page size that the flow requires; None: any."""
+    evictable: ClassVar[bool] = False
+    """Whether the flow's mass alone, or without mass the age of tokens, may say which tokens are evicted."""
     equal_widths: ClassVar[bool] = False
     """Whether the flow needs values as wide as keys."""
     summary_dtypes: ClassVar[Mapping[str, torch.dtype]] = types.MappingProxyType({})
@@ -209,6 +212,21 @@ def check_flow(flow: Flow, page_size: int, budget: Budget) -> None:
     Raises:
         ConfigError: with expected, received and the remedy.
     """
+    check_page_size(flow, page_size)
+    name = flow_name(flow)
+    if flow.score is None and (budget.topk or budget.ratio):
+        raise ConfigError(
+            f"flow {name} has no score and attends sink and recent pages only: expected topk=0 and ratio=0, received "
+            f"topk={budget.topk} ratio={budget.ratio}; give these pages to recent instead"
+        )
+
+
+def check_page_size(flow: Flow, page_size: int) -> None:
+    """Refuse a page size that is none, or that the flow cannot honour; and a mass that is none.
+
+    Raises:
+        ConfigError: with expected and received.
+    """
     name = flow_name(flow)
     if not isinstance(page_size, int) or page_size < 1:
         raise ConfigError(f"page_size: expected an integer >= 1, received {page_size!r}")
@@ -216,10 +234,31 @@ def check_flow(flow: Flow, page_size: int, budget: Budget) -> None:
         raise ConfigError(f"flow {name} requires page_size {flow.page_size}, received {page_size}")
     if flow.mass is not None and not isinstance(flow.mass, AttentionMass):
         raise ConfigError(f"flow {name}: mass: expected an AttentionMass or None, received {flow.mass!r}")
-    if flow.score is None and (budget.topk or budget.ratio):
+
+
+def check_evicting(flow: Flow, page_size: int, retention: Evict, dense_layers: Collection[int]) -> None:
+    """Refuse a flow that cannot say which tokens to evict, a wrong page size, and layers that would evict nothing.
+
+    Raises:
+        ConfigError: with expected, received and the remedy.
+    """
+    check_page_size(flow, page_size)
+    name = flow_name(flow)
+    if dense_layers:
         raise ConfigError(
-            f"flow {name} has no score and attends sink and recent pages only: expected topk=0 and ratio=0, received "
-            f"topk={budget.topk} ratio={budget.ratio}; give these pages to recent instead"
+            f"expected no dense layers where tokens are evicted (a token has one place in all layers), received "
+            f"{sorted(dense_layers)}; use retention Keep() with a budget"
+        )
+    if not flow.evictable:
+        able = [one for one, cls in list_flows().items() if cls.evictable]
+        raise ConfigError(
+            f"flow {name}: expected one that may evict by attention mass alone ({', '.join(able)}, or a class with "
+            f"evictable = True), received one that ranks pages by score; use retention Keep() with a budget"
+        )
+    if flow.mass is None and retention.capacity != retention.sink + retention.recent:
+        raise ConfigError(
+            f"flow {name} has no attention mass and keeps sink and recent tokens only: expected capacity = sink + "
+            f"recent, received {retention}; set recent={retention.capacity - retention.sink}"
         )
 
 

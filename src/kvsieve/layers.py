@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +12,20 @@ from kvsieve.backends.base import Backend
 from kvsieve.budget import Budget, BudgetLike, budget_for_layer
 from kvsieve.errors import ConfigError
 from kvsieve.flow import Flow, extra_parameters
-from kvsieve.graph import FlowGraphs, Geometry, trace_flow
+from kvsieve.graph import FieldSpec, FlowGraphs, Geometry, trace_flow
 from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.queries import KeptQueries
+from kvsieve.paging.slots import slot_fields
 
 
 @dataclass
 class Layer:
-    """A layer's memory and what runs on it; ``graphs``, ``flow`` and ``budget`` are None for a dense layer.
+    """A layer's memory and what runs on it; ``graphs``, ``flow`` and ``budget`` are None where all that is stored is
+    attended: in a dense layer, and where tokens are evicted.
 
-    ``score_bytes``: what ``score`` reads and writes per window page and KV head. ``queries``: those that do not count
-    in the attention mass yet.
+    ``mass``: the attention mass that is kept here, if any. ``score_bytes``: what ``score`` reads and writes per window
+    page and KV head. ``queries``: those that do not count in the attention mass yet.
     """
 
     pool: LayerPool
@@ -33,12 +35,8 @@ class Layer:
     budget: Budget | None
     scale: float
     score_bytes: int
+    mass: AttentionMass | None
     queries: KeptQueries
-
-    @property
-    def mass(self) -> AttentionMass | None:
-        """The attention mass that is kept here, if any."""
-        return self.graphs.flow.mass if self.graphs else None
 
     def signature(self) -> tuple[Any, ...]:
         """(KV heads, K width, V width, group, dtype, scale): what every call must agree with."""
@@ -47,12 +45,18 @@ class Layer:
 
 
 class Layers:
-    """Layers by index, made when they first attend."""
+    """Layers by index, made when they first attend. ``budget`` is None where tokens are evicted."""
 
     def __init__(
-        self, flow: Flow, budget: BudgetLike, page_size: int, dense: Collection[int], backend: Backend
+        self,
+        flow: Flow,
+        budget: BudgetLike | None,
+        page_size: int,
+        dense: Collection[int],
+        backend: Backend,
+        mass: AttentionMass | None,
     ) -> None:
-        self.flow, self.budget, self.page_size, self.backend = flow, budget, page_size, backend
+        self.flow, self.budget, self.page_size, self.backend, self.mass = flow, budget, page_size, backend, mass
         self.dense = frozenset(dense)
         self._layers: dict[int, Layer] = {}
         self._prepared: dict[tuple[Geometry, torch.device], tuple[FlowGraphs, Any]] = {}
@@ -102,10 +106,14 @@ class Layers:
     def _new(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Layer:
         heads, head_dim = k.shape[1:]
         group = q.shape[1] // heads
-        graphs, flow, budget = None, None, None
-        if index not in self.dense:
-            budget = budget_for_layer(self.budget, index)
+        graphs, flow, budget, mass = None, None, None, None
+        state_fields: Mapping[str, FieldSpec] = {}
+        if self.budget is None:
+            mass, state_fields = self.mass, slot_fields(self.page_size, self.mass is not None)
+        elif index not in self.dense:
+            mass, budget = self.mass, budget_for_layer(self.budget, index)
             graphs, flow = self._prepare(index, head_dim, v.shape[2], group, scale, k.device)
+            state_fields = graphs.state_fields
         pool = LayerPool(
             heads,
             self.page_size,
@@ -114,10 +122,10 @@ class Layers:
             k.dtype,
             k.device,
             graphs.summary_fields if graphs else {},
-            graphs.state_fields if graphs else {},
+            state_fields,
         )
         score_bytes = graphs.score_bytes_per_page(k.dtype) if graphs else 0
-        return Layer(pool, group, graphs, flow, budget, scale, score_bytes, KeptQueries())
+        return Layer(pool, group, graphs, flow, budget, scale, score_bytes, mass, KeptQueries())
 
     def _prepare(
         self, index: int, head_dim: int, v_head_dim: int, group: int, scale: float, device: torch.device

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,8 @@ from kvsieve.errors import ConfigError
 
 KEEP_DECAY = 0.9
 """What ``decay=None`` stands for where unselected K and V stay."""
+EVICT_DECAY = 1 - 2.0**-6
+"""What ``decay=None`` stands for where tokens are evicted."""
 FIELDS = ("mass", "mass_sum")
 """State fields that the runtime writes: mass per token [p], and its sum over the page."""
 
@@ -31,7 +33,8 @@ class AttentionMass:
     """Asks the runtime to keep the attention mass of every token.
 
     Args:
-        decay: 0 or in [0.01, 1]: what a query leaves of the earlier ones' mass; None: 0.9 where everything is kept.
+        decay: 0 or in [0.01, 1]: what a query leaves of the earlier ones' mass; None: 0.9 where everything is kept,
+            ``1 - 2**-6`` where tokens are evicted.
         group: how the probabilities of a group's query heads become one number: ``sum``, ``mean`` or ``max``.
         seed: which prompt queries count: ``all``, the last N (``window:N``, an approximation), or ``none``.
         update: ``steps``: decode steps add to the mass; ``none``: they leave it, decay included.
@@ -61,6 +64,10 @@ class AttentionMass:
     def factor(self) -> float:
         """The decay, resolved."""
         return KEEP_DECAY if self.decay is None else float(self.decay)
+
+    def where_evicted(self) -> AttentionMass:
+        """The same mass where tokens are evicted by it: None stands for another decay there."""
+        return replace(self, decay=EVICT_DECAY) if self.decay is None else self
 
     @property
     def window(self) -> int | None:

@@ -14,22 +14,28 @@ import torch
 from kvsieve.budget import Budget
 from kvsieve.mass import RequestMass
 from kvsieve.paging.allocator import NULL_BLOCK, BlockId
-from kvsieve.paging.table import RequestId, RequestTables
+from kvsieve.paging.slots import Trim
+from kvsieve.paging.table import Cut, RequestId, RequestTables
+from kvsieve.retention import Evict
 
 
 @dataclass(frozen=True)
 class Writes:
-    """Where the call's tokens go: ``blocks`` and ``offsets`` [T]; blocks of pages it fills; state rows that enter."""
+    """Where the call's tokens go: ``blocks`` and ``offsets`` [T]; blocks of pages it fills; state rows that enter.
+
+    ``slots``, where tokens are evicted: state rows, offsets and positions in the request [T].
+    """
 
     blocks: torch.Tensor
     offsets: torch.Tensor
     filled: torch.Tensor
     entered: torch.Tensor
+    slots: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The requests of a call: tokens before, new tokens, tokens after (host), and their block table [B, S]."""
+    """The requests of a call: tokens stored before, new, stored after (host), and their block table [B, S]."""
 
     starts: tuple[int, ...]
     counts: tuple[int, ...]
@@ -155,14 +161,20 @@ class Plan:
         entered: Sequence[BlockId],
         device: torch.device,
         masses: Sequence[RequestMass] = (),
+        eviction: Evict | None = None,
+        cuts: Sequence[Cut | None] = (),
     ) -> None:
         self.page_size, self.device = tables.page_size, device
+        self._eviction, self._cuts = eviction, cuts
         entries = [tables[request] for request in requests]
-        lengths = tuple(entry.length for entry in entries)
+        lengths = tuple(entry.stored for entry in entries)
+        self._evicted = [entry.evicted for entry in entries]
         starts = tuple(length - count for length, count in zip(lengths, counts, strict=True))
         slots = torch.tensor([entry.slot for entry in entries])
         self._last_blocks = [entry.blocks[-1] if entry.blocks else NULL_BLOCK for entry in entries]
         self._stateful = tables.stateful
+        self.seen = sum(entry.length for entry in entries)
+        """Tokens of the call's requests, whether or not they are stored."""
         width = max(tables.pages(length) for length in lengths)
         self._block_table = tables.blocks[slots, :width]
         self._row_table = tables.rows[slots, :width]
@@ -177,6 +189,28 @@ class Plan:
         units = torch.tensor([mass.counted.unit if mass.counted else 0.0 for mass in self._masses], dtype=torch.float32)
         return MassRows(self._send(self._row_table), self._send(units))
 
+    @cached_property
+    def trims(self) -> list[Trim]:
+        """What is evicted before the call writes: requests that lose equally many tokens together."""
+        sizes = sorted({(cut.stored, cut.kept) for cut in self._cuts if cut})
+        return [self._trim(*size) for size in sizes]
+
+    def _trim(self, stored: int, kept: int) -> Trim:
+        assert self._eviction is not None
+        cuts = [(i, cut) for i, cut in enumerate(self._cuts) if cut and (cut.stored, cut.kept) == (stored, kept)]
+        recent = [self._evicted[i] + self.rows.starts[i] - self._eviction.recent for i, _ in cuts]
+        blocks, rows = (torch.tensor([getattr(cut, name) for _, cut in cuts]) for name in ("blocks", "rows"))
+        return Trim(
+            self._send(blocks), self._send(rows), stored, kept, self._eviction.sink, self._send(torch.tensor(recent))
+        )
+
+    def before(self, place: int, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Blocks and state rows of a request's first pages, as they were before the call trimmed it."""
+        cut = self._cuts[place] if self._cuts else None
+        if cut is None:
+            return self.rows.table[place, :pages], self.mass.table[place, :pages]
+        return self._send(cut.blocks[:pages]), self._send(cut.rows[:pages])
+
     def quota(self, budget: Budget, scores: bool, stateful: bool) -> Quota:
         """The quota of a decode step under ``budget`` for a flow that scores and keeps state, or not."""
         key = budget, scores, stateful
@@ -186,17 +220,22 @@ class Plan:
 
     def _writes(self, entered: Sequence[BlockId]) -> Writes:
         p = self.page_size
-        if all(count == 1 for count in self.rows.counts):  # a step: few integers, and no tensor op is as fast
+        if self._eviction is None and all(count == 1 for count in self.rows.counts):
+            # a step: few integers, and no tensor op is as fast
             places = [start % p for start in self.rows.starts]
             full = [block for block, place in zip(self._last_blocks, places, strict=True) if place == p - 1]
-            return Writes(*(self._send(x) for x in (self._last_blocks, places, full, entered)))
+            return Writes(*map(self._send, (self._last_blocks, places, full, entered)))
         counts = torch.tensor(self.rows.counts)
         request = torch.repeat_interleave(torch.arange(len(counts)), counts)
         first = torch.cumsum(counts, 0) - counts
         token = torch.arange(len(request)) - first[request] + torch.tensor(self.rows.starts)[request]
         blocks, offsets = self._block_table[request, token // p], token % p
         filled = blocks[offsets == p - 1]
-        return Writes(*(self._send(x) for x in (blocks, offsets, filled, entered)))
+        slots = None
+        if self._eviction is not None:
+            rows, positions = self._row_table[request, token // p], token + torch.tensor(self._evicted)[request]
+            slots = self._send(rows), self._send(offsets), self._send(positions)
+        return Writes(self._send(blocks), self._send(offsets), self._send(filled), self._send(entered), slots)
 
     def _quota(self, budget: Budget, scores: bool, stateful: bool) -> Quota:
         pages = [-(-length // self.page_size) for length in self.rows.lengths]

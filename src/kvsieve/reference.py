@@ -1,7 +1,7 @@
 """The specification: what a flow means, for one segment, in float64, with plain loops.
 
-It has never heard of pages in a pool, batches or devices, and imports nothing but torch, flow and budget. Every backend
-is held against it.
+It has never heard of pages in a pool, batches or devices, and imports nothing but torch, flow, budget and retention.
+Every backend is held against it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,17 @@ from dataclasses import dataclass
 import torch
 
 from kvsieve.budget import Budget
-from kvsieve.flow import DoublePrecision, Flow, PageFields, check_flow, extra_parameters, with_dtype
+from kvsieve.flow import (
+    DoublePrecision,
+    Flow,
+    PageFields,
+    check_evicting,
+    check_flow,
+    choose_page_size,
+    extra_parameters,
+    with_dtype,
+)
+from kvsieve.retention import Evict
 
 F64 = torch.float64
 
@@ -53,6 +63,7 @@ class ReferenceSegment:
     ) -> None:
         check_flow(flow, page_size, budget)
         self.flow, self.budget, self.page_size = with_dtype(flow, F64), budget, page_size
+        self.accumulates = flow.mass
         self.scale, self.softcap, self.layer = scale, softcap, layer
         self.sinks = None if sinks is None else sinks.to(F64)
         self.k: list[torch.Tensor] = []
@@ -65,12 +76,12 @@ class ReferenceSegment:
     def extend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Prefill, dense and exact: q [n, G, D], k [n, D], v [n, Dv] -> out [n, G, Dv], lse [n, G]."""
         rows = []
-        if self.flow.mass is not None and self.flow.mass.seed == "all":
+        if self.accumulates is not None and self.accumulates.seed == "all":
             self.count_pending()
         for query, key, value in zip(q, k, v, strict=True):
             self.write(key, value)
             self.keep(query)
-            rows.append(self.attend(query, list(range(len(self.k)))))
+            rows.append(self.attend(query, self.visible(len(self.k) - 1)))
         return torch.stack([out for out, _ in rows]), torch.stack([lse for _, lse in rows])
 
     def step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ReferenceStep:
@@ -86,7 +97,7 @@ class ReferenceSegment:
                 self.state[page][name] = row
         selection = select(scores, pages, self.budget)
         out, lse = self.attend(q, self.tokens(selection))
-        if self.flow.mass is not None and self.flow.mass.update == "steps":
+        if self.accumulates is not None and self.accumulates.update == "steps":
             self.count(q, self.tokens(selection))
         return ReferenceStep(out, lse, selection, scores)
 
@@ -112,22 +123,26 @@ class ReferenceSegment:
 
     def keep(self, q: torch.Tensor) -> None:
         """The newest token's query [G, D] counts when the next call comes: until then a crop takes it back."""
-        if self.flow.mass is not None and self.flow.mass.seed != "none":
+        if self.accumulates is not None and self.accumulates.seed != "none":
             self.pending.append((q, len(self.k) - 1))
 
     def count_pending(self) -> None:
         """Count the prompt queries that were kept: all, or the last of them where the mass has a window."""
-        window = self.flow.mass.window if self.flow.mass is not None else None
+        window = self.accumulates.window if self.accumulates is not None else None
         for q, last in self.pending[-(window or len(self.pending)) :]:
-            self.count(q, list(range(last + 1)))
+            self.count(q, self.visible(last))
         self.pending = []
+
+    def visible(self, last: int) -> list[int]:
+        """The tokens that the prompt query of token ``last`` attends."""
+        return list(range(last + 1))
 
     def count(self, q: torch.Tensor, tokens: list[int]) -> None:
         """``m <- decay * m + p``: the attention that a query [G, D] gives to tokens (H2O, Algorithm 1)."""
-        assert self.flow.mass is not None
+        assert self.accumulates is not None
         logits, lse = self._logits(q, tokens)
-        received = reduce_group(torch.exp(logits - lse[:, None]), self.flow.mass.group, 0)
-        self.mass = [self.flow.mass.factor * m for m in self.mass]
+        received = reduce_group(torch.exp(logits - lse[:, None]), self.accumulates.group, 0)
+        self.mass = [self.accumulates.factor * m for m in self.mass]
         for token, p in zip(tokens, received.tolist(), strict=True):
             self.mass[token] += p
 
@@ -178,6 +193,71 @@ class ReferenceSegment:
         if self.sinks is not None:
             lse = torch.logaddexp(lse, self.sinks)
         return logits, lse
+
+
+class EvictingSegment(ReferenceSegment):
+    """One (request, KV head) pair whose tokens are evicted: H2O, arXiv 2306.14048, Algorithm 1, with sinks.
+
+    Args:
+        flow: says which attention mass is kept; its ``score`` is not used.
+        retention: how many tokens stay.
+
+    The others as in :class:`ReferenceSegment`; a ``selection`` is a list of tokens here. ``alive``: the tokens that are
+    left, ascending.
+    """
+
+    def __init__(
+        self,
+        flow: Flow,
+        retention: Evict,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        page_size = choose_page_size(flow, None)
+        check_evicting(flow, page_size, retention, ())
+        unscored = Flow()
+        super().__init__(unscored, Budget(0), page_size, scale=scale, softcap=softcap, sinks=sinks)
+        self.accumulates = flow.mass and flow.mass.where_evicted()
+        self.retention, self.alive, self.stepped = retention, list[int](), False
+
+    def extend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prefill over what is left: q [n, G, D], k [n, D], v [n, Dv] -> out [n, G, Dv], lse [n, G]."""
+        if self.stepped:
+            self.evict()
+        self.stepped = False
+        return super().extend(q, k, v)
+
+    def step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ReferenceStep:
+        """One decode step: q [G, D], k [D], v [Dv]."""
+        self.count_pending()
+        self.evict()
+        self.stepped = True
+        self.write(k, v)
+        out, lse = self.attend(q, self.alive)
+        if self.accumulates is not None and self.accumulates.update == "steps":
+            self.count(q, self.alive)
+        return ReferenceStep(out, lse, list(self.alive), None)
+
+    def evict(self) -> None:
+        """Drop the token of least mass that is neither sink nor recent, at equal mass the youngest, until all fit."""
+        recent = len(self.k) - self.retention.recent
+        while len(self.alive) > self.retention.capacity:
+            candidates = [t for t in self.alive if self.retention.sink <= t < recent]
+            self.alive.remove(min(candidates, key=lambda t: (self.mass[t] == self.mass[t], self.mass[t], -t)))
+
+    def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        super().write(k, v)
+        self.alive.append(len(self.k) - 1)
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens from ``length`` on, none of which may have been decoded or trimmed."""
+        super().crop(length)
+        self.alive = [token for token in self.alive if token < length]
+
+    def visible(self, last: int) -> list[int]:
+        return [token for token in self.alive if token <= last]
 
 
 def reduce_group(probabilities: torch.Tensor, how: str, dim: int) -> torch.Tensor:

@@ -13,10 +13,11 @@ from kvsieve.backends import Backend, get_backend
 from kvsieve.budget import Budget, BudgetLike
 from kvsieve.call import Attended, Call, ReadStats
 from kvsieve.errors import ConfigError, NotCroppable
-from kvsieve.flow import Flow, check_flow, choose_page_size, load_flow
+from kvsieve.flow import Flow, check_evicting, check_flow, choose_page_size, load_flow
 from kvsieve.layers import Layer, Layers
 from kvsieve.mass import RequestMass
 from kvsieve.paging.table import CROP_ROWS, RequestId, RequestTables
+from kvsieve.retention import KEEP, Evict, Keep, Retention
 
 __all__ = ["CROP_ROWS", "Attended", "Call", "ReadStats", "RequestId", "Runtime"]
 
@@ -26,39 +27,46 @@ class Runtime:
 
     Args:
         flow: a flow, the name of a registered one, or ``file.py:ClassName``.
-        budget: pages attended per step, for all layers or per layer.
+        budget: pages attended per step, for all layers or per layer; None where tokens are evicted.
         page_size: tokens per page; None: the flow's own, else 16.
         num_blocks: blocks of the pool; None: it grows.
-        dense_layers: layers that attend everything and keep no summaries.
+        dense_layers: layers that attend everything and keep no summaries; none where tokens are evicted.
         backend: a backend or its name.
+        retention: ``Keep()``: all K and V stay, steps attend what the flow selects; ``Evict(capacity)``: so many tokens
+            per (request, KV head) stay, by attention mass alone, and all of them are attended.
 
     Raises:
-        ConfigError: the flow cannot honour page size or budget, or the backend refuses it.
+        ConfigError: the flow cannot honour page size, budget or retention, or the backend refuses it.
     """
 
     def __init__(
         self,
         flow: Flow | str,
-        budget: BudgetLike,
+        budget: BudgetLike | None = None,
         *,
         page_size: int | None = None,
         num_blocks: int | None = None,
         dense_layers: Collection[int] = (),
         backend: str | Backend = "eager",
+        retention: Retention = KEEP,
     ) -> None:
         self.flow = load_flow(flow) if isinstance(flow, str) else flow
-        _check_arguments(self.flow, budget, num_blocks)
+        _check_arguments(self.flow, num_blocks)
         self.page_size = choose_page_size(self.flow, page_size)
-        for one in [budget] if isinstance(budget, Budget) else budget.values():
+        for one in _budgets(budget, retention):
             check_flow(self.flow, self.page_size, one)
+        self.eviction, self.mass = None, self.flow.mass
+        if isinstance(retention, Evict):
+            check_evicting(self.flow, self.page_size, retention, dense_layers)
+            self.eviction, self.mass = retention, self.mass and self.mass.where_evicted()
         self.backend = get_backend(backend)
         # One usable block more than asked for: block 0 is the null block.
         self.tables = RequestTables(
             self.page_size,
             None if num_blocks is None else num_blocks + 1,
-            self.flow.init_state is not None or self.flow.mass is not None,
+            self.flow.init_state is not None or self.mass is not None or self.eviction is not None,
         )
-        self.layers = Layers(self.flow, budget, self.page_size, dense_layers, self.backend)
+        self.layers = Layers(self.flow, budget, self.page_size, dense_layers, self.backend, self.mass)
         self.counted = ReadStats()
         self._newest: Call | None = None
         self._layers_known = False  # from the second call on: a first one may end before it reached them all
@@ -79,9 +87,10 @@ class Runtime:
             keys: a name for each full page of what is to come, such as a chain hash of token ids, model and adapter.
                 Equal keys must mean equal tokens and equal pasts. The request begins with the longest run of pages
                 that earlier requests stored under the same keys (see :meth:`length`); state starts afresh. A flow whose
-                attention mass is seeded by the prompt must see all of it: its requests share nothing.
+                attention mass is seeded by the prompt must see all of it: its requests share nothing, nor do those
+                whose tokens are evicted.
         """
-        if self.flow.mass is not None and self.flow.mass.seed != "none":
+        if self.eviction or (self.mass is not None and self.mass.seed != "none"):
             keys = ()
         if keys:
             self._settle()
@@ -92,7 +101,7 @@ class Runtime:
         return request
 
     def length(self, request: RequestId) -> int:
-        """Tokens stored for a request."""
+        """Tokens of a request, evicted ones included."""
         return self.tables[request].length
 
     def extend(self, requests: Sequence[RequestId], counts: Sequence[int]) -> Call:
@@ -133,10 +142,10 @@ class Runtime:
 
         Raises:
             OutOfPages: the pool is too small; nothing is changed.
-            ConfigError: this runtime's flow has attention mass that is seeded by prompt queries, which nobody kept; or
-                the layers of the two do not fit each other; nothing is changed.
+            ConfigError: this runtime's flow has attention mass that is seeded by prompt queries, which nobody kept; the
+                layers of the two do not fit each other; or the other runtime has evicted tokens; nothing is changed.
         """
-        if self.flow.mass is not None and self.flow.mass.seed != "none":
+        if self.mass is not None and self.mass.seed != "none":
             raise ConfigError(
                 f"adopt: expected a flow without prompt-seeded attention mass, received {self.flow!r}; prefill with it"
             )
@@ -144,6 +153,8 @@ class Runtime:
         source._settle()
         source._refuse_preempted(requests)
         lengths = [source.length(request) for request in requests]
+        if any(source.tables[request].evicted for request in requests):
+            raise ConfigError("adopt: expected requests all of whose tokens are stored, received some that lost tokens")
         theirs, mine = set(source.layers), set(self.layers)
         if any(lengths) and (not theirs or (mine and theirs != mine)):
             raise ConfigError(
@@ -156,7 +167,7 @@ class Runtime:
                 self._take_over(source, requests, adopted, lengths)
         except BaseException:
             self.finish(adopted)
-            self._newest = None
+            self._close()
             self.layers.forget(theirs - mine)
             raise
         return adopted
@@ -175,10 +186,11 @@ class Runtime:
         """Forget the tokens of each request from a length on.
 
         K, V and summaries are exact at any length. State is exact within the request's last multi-token call of at
-        most ``CROP_ROWS`` rows, if nothing came after it.
+        most ``CROP_ROWS`` rows, if nothing came after it; so is what eviction leaves.
 
         Raises:
-            NotCroppable: the flow keeps state and a length lies further back; nothing is changed.
+            NotCroppable: the flow keeps state, or tokens are evicted, and a length lies further back; nothing is
+                changed.
         """
         _distinct("crop", requests)
         self._settle()
@@ -188,8 +200,9 @@ class Runtime:
             if not 0 <= length <= entry.length:
                 raise ConfigError(f"crop: expected a length in [0, {entry.length}], received {length}")
             if self.tables.stateful and length < entry.crop_floor:
+                kept = "what Evict leaves" if self.eviction else "the state"
                 raise NotCroppable(
-                    f"crop of request {request} to {length} tokens: the state of flow {self.flow!r} is exact down to "
+                    f"crop of request {request} to {length} tokens: {kept} of flow {self.flow!r} is exact down to "
                     f"{entry.crop_floor} only (the last multi-token call of at most {CROP_ROWS} rows); fork the "
                     "request before going on, or compute it anew"
                 )
@@ -251,6 +264,8 @@ class Runtime:
             self._preempted.pop(request, None)
             for _, layer in self.layers.items():
                 layer.queries.forget(request)
+        if self._newest is not None and not any(request in self.tables for request in self._newest.grown):
+            self._close()
 
     @property
     def stats(self) -> ReadStats:
@@ -275,20 +290,31 @@ class Runtime:
             raise ConfigError(f"expected at least one new token and no negative count, received {list(counts)}")
         self._settle()
         self._refuse_preempted(requests)
-        growth = self.tables.append(requests, counts)
+        growth = self.tables.append(requests, counts, self._limits(requests, counts, decode))
         self._copy(growth.copied, [])
         masses = []
-        for request, count in zip(requests, counts, strict=True):
+        for request, count, cut in zip(requests, counts, growth.cuts, strict=True):
             entry = self.tables[request]
-            start = entry.length - count
             if count:
-                entry.crop_floor = start if not decode and count <= CROP_ROWS else entry.length
-            if self.flow.mass is not None:
-                account = entry.mass.call(self.flow.mass, start, count, decode, CROP_ROWS) if count else RequestMass()
+                entry.stepped = decode
+                entry.crop_floor = entry.length - count if not decode and count <= CROP_ROWS else entry.length
+            if self.mass is not None:
+                start = cut.stored if cut and decode else entry.stored - count  # kept queries count before a trim
+                account = entry.mass.call(self.mass, start, count, decode, CROP_ROWS) if count else RequestMass()
                 masses.append(account)
-        self._newest = Call(self, tuple(requests), tuple(counts), growth.entered, decode, masses)
+        self._newest = Call(self, tuple(requests), tuple(counts), growth, decode, masses)
         self.counted.steps += decode
         return self._newest
+
+    def _limits(self, requests: Sequence[RequestId], counts: Sequence[int], decode: bool) -> list[int | None]:
+        """How many of its tokens each request may bring to a call: the prompt is trimmed when decoding begins."""
+        if self.eviction is None:
+            return [None] * len(requests)
+        capacity = self.eviction.capacity
+        return [
+            capacity if count and (decode or self.tables[request].stepped) else None
+            for request, count in zip(requests, counts, strict=True)
+        ]
 
     def _settle(self) -> None:
         """The newest call is over: all layers must have attended it, unless its requests are finished."""
@@ -303,7 +329,12 @@ class Runtime:
             )
         self._layers_known |= bool(call.attended) and any(request in self.tables for request in call.grown)
         self._remember_prefixes()
+        self._close()
+
+    def _close(self) -> None:
+        """No layer attends the newest call any more."""
         self._newest = None
+        self.tables.settle()
 
     def _remember_prefixes(self) -> None:
         """Offer the pages that the newest call filled to later requests, once every layer has stored them."""
@@ -344,12 +375,23 @@ class Runtime:
                 self._reserved(layer).pool.copy(blocks, rows)
 
 
-def _check_arguments(flow: Any, budget: Any, num_blocks: Any) -> None:
-    if not isinstance(flow, Flow):
-        raise ConfigError(f"flow: expected a Flow instance or a registered name, received {flow!r}")
-    budgets = budget.values() if isinstance(budget, Mapping) else [budget]
+def _budgets(budget: Any, retention: Any) -> list[Budget]:
+    """The budgets of all layers; none where tokens are evicted."""
+    if isinstance(retention, Evict):
+        if budget is not None:
+            raise ConfigError(f"expected a budget or retention={retention}, received both ({budget}); leave out one")
+        return []
+    if not isinstance(retention, Keep):
+        raise ConfigError(f"retention: expected Keep() or Evict(capacity), received {retention!r}")
+    budgets = list(budget.values()) if isinstance(budget, Mapping) else [budget]
     if not budgets or not all(isinstance(one, Budget) for one in budgets):
         raise ConfigError(f"budget: expected a Budget, or a mapping of layer to Budget, received {budget!r}")
+    return budgets
+
+
+def _check_arguments(flow: Any, num_blocks: Any) -> None:
+    if not isinstance(flow, Flow):
+        raise ConfigError(f"flow: expected a Flow instance or a registered name, received {flow!r}")
     if num_blocks is not None and (not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks < 1):
         raise ConfigError(f"num_blocks: expected an integer >= 1 or None, received {num_blocks!r}")
 

@@ -19,6 +19,8 @@ class H2O(Flow):
     by the attention of every step. Reads one mean key and one number per window page and step.
     """
 
+    evictable = True
+
     def __init__(self, decay: float | None = None, seed: str = "all") -> None:
         self.mass: AttentionMass = AttentionMass(decay, seed=seed)
 

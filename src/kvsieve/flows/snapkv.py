@@ -18,6 +18,8 @@ class SnapKV(Flow):
     Reads one number per window page and step.
     """
 
+    evictable = True
+
     def __init__(self, window: int = 32, kernel: int = 5) -> None:
         if not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
             raise ValueError(f"kernel: expected an odd integer >= 1, received {kernel!r}")

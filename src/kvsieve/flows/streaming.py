@@ -11,3 +11,5 @@ class StreamingLLM(Flow):
 
     No score: the budget's ``topk`` and ``ratio`` must be 0. Reads nothing but the attended K and V.
     """
+
+    evictable = True

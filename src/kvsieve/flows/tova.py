@@ -17,6 +17,8 @@ class TOVA(Flow):
     A page that is once left out has no mass and does not come back. Reads one number per window page and step.
     """
 
+    evictable = True
+
     mass = AttentionMass(decay=0, group="mean")
 
     def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -76,14 +76,16 @@ class LayerPool:
     def rebase_mass(self, rows: torch.Tensor, factor: float) -> None:
         """Multiply the stored mass of some rows."""
         for name in MASS_FIELDS:
-            self.state[name][:, rows] *= factor
+            if name in self.state:
+                self.state[name][:, rows] *= factor
 
     def add_mass(self, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Add to stored mass: values [..., H, K, p] at state rows [..., H, K]; rows of a head may repeat."""
         capacity = self.state["mass"].shape[1]
         index = (torch.arange(self.num_kv_heads, device=self.device)[:, None] * capacity + rows).flatten()
         self.state["mass"].flatten(0, 1).index_add_(0, index, values.reshape(-1, self.page_size))
-        self.state["mass_sum"].flatten().index_add_(0, index, values.sum(-1).flatten())
+        if "mass_sum" in self.state:
+            self.state["mass_sum"].flatten().index_add_(0, index, values.sum(-1).flatten())
 
     def copy(self, blocks: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (K, V, summaries) and state rows, each pair (from, to)."""

@@ -21,27 +21,47 @@ CROP_ROWS = 64
 
 @dataclass
 class Request:
-    """Tokens stored and, page by page, the blocks and state rows that hold them.
+    """A request's tokens and, page by page, the blocks and state rows that hold them.
 
+    ``length`` tokens it has, of which ``evicted`` are no longer stored. ``stepped``: its last call was a decode step.
     ``keys`` name full pages for the prefix cache. ``crop_floor`` is the length down to which a crop leaves state exact.
     ``mass`` accounts for the request's attention mass.
     """
 
     slot: int
     length: int = 0
+    evicted: int = 0
+    stepped: bool = False
     keys: tuple[Hashable, ...] = ()
     crop_floor: int = 0
     mass: MassLedger = field(default_factory=MassLedger)
     blocks: list[BlockId] = field(default_factory=list)
     rows: list[BlockId] = field(default_factory=list)
 
+    @property
+    def stored(self) -> int:
+        """Tokens that are stored."""
+        return self.length - self.evicted
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A request that a call trims first: ``stored`` tokens in ``blocks`` and state ``rows``, of which ``kept`` stay."""
+
+    blocks: list[BlockId]
+    rows: list[BlockId]
+    stored: int
+    kept: int
+
 
 @dataclass
 class Growth:
-    """What a call did to the tables: state rows that entered, and blocks (from, to) to copy before writing."""
+    """What a call did to the tables: state rows that entered, blocks (from, to) to copy before writing, and by request
+    what is trimmed."""
 
-    entered: list[BlockId]
-    copied: list[tuple[BlockId, BlockId]]
+    entered: list[BlockId] = field(default_factory=list)
+    copied: list[tuple[BlockId, BlockId]] = field(default_factory=list)
+    cuts: list[Cut | None] = field(default_factory=list)
 
 
 class RequestTables:
@@ -60,6 +80,7 @@ class RequestTables:
         self.blocks, self.rows = _null_table(1, 1), _null_table(1, 1)
         self._requests: dict[RequestId, Request] = {}
         self._free_slots: list[int] = [0]
+        self._retired: list[tuple[list[BlockId], list[BlockId]]] = []
         self._next = 0
 
     def __getitem__(self, request: RequestId) -> Request:
@@ -101,6 +122,7 @@ class RequestTables:
         rows = self._new_rows(len(source.rows))
         self._attach(entry, source.blocks, rows)
         entry.length, entry.crop_floor = source.length, source.crop_floor
+        entry.evicted, entry.stepped = source.evicted, source.stepped
         entry.mass = replace(source.mass)
         return twin, list(zip(source.rows, rows, strict=True))
 
@@ -110,7 +132,7 @@ class RequestTables:
         entry.mass.crop(entry.length - length)
         entry.length, entry.crop_floor = length, min(entry.crop_floor, length)
         entry.keys = entry.keys[: length // self.page_size]
-        self._detach(entry, self.pages(length))
+        self._detach(entry, self.pages(entry.stored))
 
     def release(self, request: RequestId) -> None:
         """Give back a request's blocks and rows; its length stays, so that :meth:`restore` can bring it back."""
@@ -123,7 +145,7 @@ class RequestTables:
             OutOfPages: nothing is changed.
         """
         entry = self[request]
-        pages = self.pages(entry.length)
+        pages = self.pages(entry.stored)
         self._make_room(pages)
         self._attach(entry, self.block_allocator.allocate(pages), self._new_rows(pages))
 
@@ -131,22 +153,28 @@ class RequestTables:
         """Pages of a request of ``length`` tokens."""
         return -(-length // self.page_size)
 
-    def append(self, requests: Sequence[RequestId], counts: Sequence[int]) -> Growth:
-        """Make room for ``counts`` new tokens; a last page that is shared becomes the request's own first.
+    def append(self, requests: Sequence[RequestId], counts: Sequence[int], limits: Sequence[int | None] = ()) -> Growth:
+        """Make room for ``counts`` new tokens; blocks that are shared and written to become the request's own first.
+
+        ``limits``: a request that stores more tokens is trimmed to its limit first. The blocks and rows that it no
+        longer needs are not free until :meth:`settle`: every layer has to read them.
 
         Raises:
             OutOfPages: nothing is changed.
         """
         entries = [self[request] for request in requests]
-        new = [
-            self.pages(entry.length + count) - len(entry.blocks) for entry, count in zip(entries, counts, strict=True)
+        limits = limits or [None] * len(entries)
+        kept = [
+            entry.stored if limit is None else min(entry.stored, limit)
+            for entry, limit in zip(entries, limits, strict=True)
         ]
-        shared = [count > 0 and self._last_page_is_shared(entry) for entry, count in zip(entries, counts, strict=True)]
-        self._make_room(sum(new) + sum(shared))
-        growth = Growth([], [])
-        for entry, count, pages, copy in zip(entries, counts, new, shared, strict=True):
-            if copy:
-                growth.copied += self._own_last_page(entry)
+        written = [self._shared_and_written(*row) for row in zip(entries, counts, kept, strict=True)]
+        new = [self.pages(keep + count) - self.pages(keep) for keep, count in zip(kept, counts, strict=True)]
+        self._make_room(sum(new) + sum(map(len, written)))
+        growth = Growth()
+        for entry, count, keep, places, pages in zip(entries, counts, kept, written, new, strict=True):
+            growth.copied += [self._own(entry, place) for place in places]
+            growth.cuts.append(self._cut(entry, keep) if keep < entry.stored else None)
             entry.length += count
             before = entry.blocks[-1] if entry.blocks else None
             blocks = self.block_allocator.allocate(pages, before)
@@ -154,6 +182,19 @@ class RequestTables:
             self._attach(entry, blocks, rows)
             growth.entered += rows
         return growth
+
+    def settle(self) -> None:
+        """Free what trimmed requests no longer need."""
+        for blocks, rows in self._retired:
+            self.block_allocator.release(blocks)
+            self.row_allocator.release(rows)
+        self._retired = []
+
+    def _cut(self, entry: Request, kept: int) -> Cut:
+        cut = Cut(list(entry.blocks), list(entry.rows), entry.stored, kept)
+        entry.evicted += cut.stored - kept
+        self._retired.append(self._shorten(entry, self.pages(kept)))
+        return cut
 
     def _new(self, keys: Sequence[Hashable]) -> tuple[RequestId, Request]:
         if not self._free_slots:
@@ -173,17 +214,22 @@ class RequestTables:
             raise OutOfPages(needed, idle + evictable)
         self.prefixes.evict(needed - idle)
 
-    def _last_page_is_shared(self, entry: Request) -> bool:
-        partial = entry.length % self.page_size != 0
-        return partial and self.block_allocator.references(entry.blocks[-1]) > 1
+    def _shared_and_written(self, entry: Request, count: int, kept: int) -> list[int]:
+        """Pages that a call of ``count`` tokens writes to and that others hold too: the last, all if it trims."""
+        if kept < entry.stored:
+            pages = range(self.pages(kept))
+        else:
+            last = self.pages(kept)
+            pages = range(last - 1, last) if count and kept % self.page_size else range(0)
+        return [page for page in pages if self.block_allocator.references(entry.blocks[page]) > 1]
 
-    def _own_last_page(self, entry: Request) -> list[tuple[BlockId, BlockId]]:
-        """Copy-on-write: a block of its own for the last page; returns (from, to)."""
+    def _own(self, entry: Request, page: int) -> tuple[BlockId, BlockId]:
+        """Copy-on-write: a block of its own for a page; returns (from, to)."""
         (block,) = self.block_allocator.allocate(1)
-        old, entry.blocks[-1] = entry.blocks[-1], block
-        self.blocks[entry.slot, len(entry.blocks) - 1] = block
+        old, entry.blocks[page] = entry.blocks[page], block
+        self.blocks[entry.slot, page] = block
         self.block_allocator.release([old])
-        return [(old, block)]
+        return old, block
 
     def _new_rows(self, count: int, after: BlockId | None = None) -> list[BlockId]:
         return self.row_allocator.allocate(count, after) if self.stateful else []
@@ -201,12 +247,18 @@ class RequestTables:
             self.rows[entry.slot, first:last] = torch.tensor(rows)
 
     def _detach(self, entry: Request, pages: int) -> None:
-        """Drop a request's pages from ``pages`` on: lists and table tails are written together."""
-        self.block_allocator.release(entry.blocks[pages:])
-        self.row_allocator.release(entry.rows[pages:])
+        """Free a request's pages from ``pages`` on."""
+        blocks, rows = self._shorten(entry, pages)
+        self.block_allocator.release(blocks)
+        self.row_allocator.release(rows)
+
+    def _shorten(self, entry: Request, pages: int) -> tuple[list[BlockId], list[BlockId]]:
+        """Take a request's pages from ``pages`` on out of it: lists and table tails are written together."""
+        taken = entry.blocks[pages:], entry.rows[pages:]
         del entry.blocks[pages:], entry.rows[pages:]
         self.blocks[entry.slot, pages:] = NULL_BLOCK
         self.rows[entry.slot, pages:] = NULL_BLOCK
+        return taken
 
     def _resize(self, slots: int, width: int) -> None:
         old_slots, old_width = self.blocks.shape

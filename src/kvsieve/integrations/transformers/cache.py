@@ -20,6 +20,7 @@ from kvsieve.integrations.transformers.forward import Forward, new_tokens
 from kvsieve.integrations.transformers.layers import PagedLayer, SlidingLayer
 from kvsieve.models import IMPLEMENTATION
 from kvsieve.paging.table import RequestId
+from kvsieve.retention import KEEP, Retention
 from kvsieve.runtime import Runtime
 
 
@@ -29,11 +30,12 @@ class SparseCache(Cache):
     Args:
         config: the model's config; its ``attn_implementation`` must be "kvsieve" when the model runs.
         flow: a flow, or the name of a registered one.
-        budget: pages attended per step, for all layers or per layer.
+        budget: pages attended per step, for all layers or per layer; None where tokens are evicted.
         page_size: tokens per page; None: the flow's own, else 16.
         skip_layers: layers that stay dense. Sliding-window layers always do, by the model's own rule.
         num_blocks: blocks of the pool, shared by all requests; None: it grows.
         backend: a backend or its name.
+        retention: ``Keep()``, or ``Evict(capacity)``: constant memory per row (see :class:`kvsieve.Evict`).
 
     A forward call with several tokens per row is prefill, dense and exact, whole or in chunks; with one token per row
     on a past it is a decode step. (The one-token remainder of a chunked prompt cannot be told from a step.) Padding is
@@ -47,12 +49,13 @@ class SparseCache(Cache):
         self,
         config: PreTrainedConfig,
         flow: Flow | str,
-        budget: BudgetLike,
+        budget: BudgetLike | None = None,
         page_size: int | None = None,
         skip_layers: Collection[int] = (),
         *,
         num_blocks: int | None = None,
         backend: str | Backend = "eager",
+        retention: Retention = KEEP,
     ) -> None:
         self._config = config.get_text_config(decoder=True)
         layers: list[Any] = []
@@ -82,7 +85,13 @@ class SparseCache(Cache):
         if unknown:
             raise ConfigError(f"skip_layers: expected full-attention layers ({[*self._paged]}), received {unknown}")
         self.runtime = Runtime(
-            flow, budget, page_size=page_size, num_blocks=num_blocks, dense_layers=skip_layers, backend=backend
+            flow,
+            budget,
+            page_size=page_size,
+            num_blocks=num_blocks,
+            dense_layers=skip_layers,
+            backend=backend,
+            retention=retention,
         )
         self._requests: list[RequestId] = []
         self._seen: torch.Tensor | None = None  # bool [B, L]: which columns of the padded batch hold real tokens
@@ -96,7 +105,7 @@ class SparseCache(Cache):
 
     @property
     def lengths(self) -> list[int]:
-        """Real tokens stored per row."""
+        """Real tokens per row, evicted ones included."""
         return [self.runtime.length(request) for request in self._requests]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

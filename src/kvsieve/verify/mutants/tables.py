@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,15 +41,17 @@ def _(original: Any) -> Any:
 def _(original: Any) -> Any:
     longest: dict[tuple[int, RequestId], int] = {}
 
-    def append(self: RequestTables, requests: Sequence[RequestId], counts: Sequence[int]) -> Growth:
-        growth: Growth = original(self, requests, counts)
+    def append(
+        self: RequestTables, requests: Sequence[RequestId], counts: Sequence[int], limits: Sequence[int | None] = ()
+    ) -> Growth:
+        growth: Growth = original(self, requests, counts, limits)
         entered = list(growth.entered)
         for request in requests:
             rows = self[request].rows
             before = longest.get((id(self), request), 0)
             entered = [row for row in entered if row not in rows[:before]]
             longest[id(self), request] = max(before, len(rows))
-        return Growth(entered, growth.copied)
+        return replace(growth, entered=entered)
 
     return append
 
@@ -89,9 +92,9 @@ class _Uncropped(Request):
         return 0 if name == "crop_floor" else super().__getattribute__(name)
 
 
-@fault("a shared partial page is written in place", None, RequestTables, "_last_page_is_shared")
+@fault("a shared partial page is written in place", None, RequestTables, "_shared_and_written")
 def _(original: Any) -> Any:
-    return lambda self, entry: False
+    return lambda self, entry, count, kept: []
 
 
 @fault("a page that was cropped and written again keeps its summary", 8, EagerBackend, "summarize")
