@@ -17,7 +17,7 @@ from kvsieve.mass import MassUpdate, RequestMass
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.slots import occupy, trim
 from kvsieve.paging.table import Growth, RequestId, RequestTables
-from kvsieve.plan import Plan, Quota
+from kvsieve.plan import Pages, Plan, Quota
 from kvsieve.retention import Evict
 
 
@@ -194,7 +194,7 @@ class Call:
         for place, (request, mass) in enumerate(zip(self.requests, self.masses, strict=True)):
             if mass.committed is not None:
                 rows = layer.queries.take(request, mass.surviving)[-mass.committed.rows :]
-                self._count_queries(layer.pool, plan, place, rows, mass.committed, options)
+                self._count_queries(layer.pool, plan.before(place), rows, mass.committed, options)
 
     def _count_new(self, layer: Layer, q: torch.Tensor, plan: Plan, options: AttentionOptions) -> None:
         """Count the call's own prompt queries in the attention mass, or keep them: q [T, H, G, D]."""
@@ -205,18 +205,18 @@ class Call:
             if not count:
                 continue
             if mass.counted is not None and not self.decode:
-                self._count_queries(layer.pool, plan, place, new, mass.counted, options)
+                self._count_queries(layer.pool, plan.pages(place), new, mass.counted, options)
             if mass.kept:
                 layer.queries.keep(request, mass.surviving, new, mass.kept)
             else:
                 layer.queries.forget(request)
 
     def _count_queries(
-        self, pool: LayerPool, plan: Plan, place: int, q: torch.Tensor, update: MassUpdate, options: AttentionOptions
+        self, pool: LayerPool, where: Pages, q: torch.Tensor, update: MassUpdate, options: AttentionOptions
     ) -> None:
         """Add the attention of consecutive queries [n, H, G, D] of one request to its stored mass."""
         pages = -(-(update.first + update.rows) // pool.page_size)
-        blocks, rows = plan.before(place, pages)
+        blocks, rows = where.blocks[:pages], where.rows[:pages]
         if update.rebase is not None:
             pool.rebase_mass(rows, update.rebase)
         sums = self.host.backend.prompt_mass(q, pool, blocks, update.first, options)

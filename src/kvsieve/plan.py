@@ -45,6 +45,14 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Pages:
+    """Blocks and state rows [S] of one request."""
+
+    blocks: torch.Tensor
+    rows: torch.Tensor
+
+
+@dataclass(frozen=True)
 class MassRows:
     """Attention mass of a call's requests: state rows [B, S], and what a mass of 1 that the step adds is stored as
     (``unit`` [B] float32)."""
@@ -204,12 +212,14 @@ class Plan:
             self._send(blocks), self._send(rows), stored, kept, self._eviction.sink, self._send(torch.tensor(recent))
         )
 
-    def before(self, place: int, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Blocks and state rows of a request's first pages, as they were before the call trimmed it."""
+    def pages(self, place: int) -> Pages:
+        """The pages of a request."""
+        return Pages(self.rows.table[place], self.mass.table[place])
+
+    def before(self, place: int) -> Pages:
+        """The pages of a request before the call trimmed it."""
         cut = self._cuts[place] if self._cuts else None
-        if cut is None:
-            return self.rows.table[place, :pages], self.mass.table[place, :pages]
-        return self._send(cut.blocks[:pages]), self._send(cut.rows[:pages])
+        return Pages(self._send(cut.blocks), self._send(cut.rows)) if cut else self.pages(place)
 
     def quota(self, budget: Budget, scores: bool, stateful: bool) -> Quota:
         """The quota of a decode step under ``budget`` for a flow that scores and keeps state, or not."""
@@ -224,7 +234,7 @@ class Plan:
             # a step: few integers, and no tensor op is as fast
             places = [start % p for start in self.rows.starts]
             full = [block for block, place in zip(self._last_blocks, places, strict=True) if place == p - 1]
-            return Writes(*map(self._send, (self._last_blocks, places, full, entered)))
+            return Writes(self._send(self._last_blocks), self._send(places), self._send(full), self._send(entered))
         counts = torch.tensor(self.rows.counts)
         request = torch.repeat_interleave(torch.arange(len(counts)), counts)
         first = torch.cumsum(counts, 0) - counts

@@ -50,6 +50,11 @@ class MassTwin:
         self.pending = [(q, last) for q, last in self.pending if last < length]
         self.raw = {name: rows[: -(-length // self.reference.page_size)] for name, rows in self.raw.items()}
 
+    def lose(self, tokens: list[int]) -> None:
+        """Tokens are evicted: nothing is stored of them any more."""
+        for x in (self.values, self.bound, self.own):
+            x[tokens] = 0.0
+
     def begin(self, decode: bool) -> None:
         """A call begins: queries that were kept count now."""
         if decode or self.mass.window is None:
@@ -116,7 +121,7 @@ class MassTwin:
         if rows:
             last = rows[-1][1]
             few = [(q, place) for q, place in rows if self._weight(last - place) >= LEAST_WEIGHT]
-            tokens = torch.arange(last + 1)
+            tokens = torch.tensor(self.reference.visible(last))
             places = torch.tensor([place for _, place in few])
             self._add(torch.stack([q for q, _ in few]), tokens, tokens <= places[:, None], len(rows))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ class SegmentTwin:
 
     def fork(self, place: str) -> SegmentTwin:
         """A copy with a future of its own."""
-        twin = SegmentTwin(copy.copy(self.reference), self.graphs, self.dtype, place)
+        twin = self._anew(copy.copy(self.reference), place)
         for name in ("k", "v", "summaries"):
             setattr(twin.reference, name, list(getattr(self.reference, name)))
         twin.reference.state = [dict(row) for row in self.reference.state]
@@ -60,6 +61,9 @@ class SegmentTwin:
         twin.summaries = dict(self.summaries)
         twin.mass = self.mass and self.mass.fork(twin.reference)
         return twin
+
+    def _anew(self, reference: Any, place: str) -> SegmentTwin:
+        return SegmentTwin(reference, self.graphs, self.dtype, place)
 
     def crop(self, length: int) -> None:
         self.reference.crop(length)
@@ -86,15 +90,16 @@ class SegmentTwin:
         """The newest n tokens' outputs: q [n, G, D], received out [n, G, Dv]."""
         if not self._finite():
             return
-        keys, values = torch.stack(self.reference.k), torch.stack(self.reference.v)
-        rows = torch.arange(len(keys) - len(q), len(keys))
+        length, tokens = len(self.reference.k), self.reference.visible(len(self.reference.k) - 1)
+        keys, values = torch.stack(self.reference.k)[tokens], torch.stack(self.reference.v)[tokens]
+        rows = torch.arange(length - len(q), length)
         # A dense library kernel of a 16-bit dtype rounds probabilities and partial results to it.
         u = unit_roundoff(self.dtype) * (1.0 if self.dtype is torch.float32 else 1.5)
-        exact, bound = self._attention(q, keys, values, torch.arange(len(keys)) <= rows[:, None], u)
+        exact, bound = self._attention(q, keys, values, torch.tensor(tokens) <= rows[:, None], u)
         # Such a kernel rounds probabilities to the dtype's grid, whose spacing near 0 is absolute.
         grid = torch.finfo(self.dtype).smallest_normal * torch.finfo(self.dtype).eps
         limit = bound["out"] + unit_roundoff(self.dtype) * exact["out"].abs() + grid * (1 + values.abs().sum(0))
-        place = f"{self.place} prefill from {len(keys) - len(q)}"
+        place = f"{self.place} prefill from {length - len(q)}"
         compare(numbers, "output", place, out, exact["out"], limit)
 
     def step(
@@ -135,9 +140,10 @@ class SegmentTwin:
         )
         numbers.note("selection", 0.0)
         self._note_agreement(numbers, result, expected, kept - sink - budget.recent if pages > kept else 0)
-        self._check_attention(numbers, q, result)
+        tokens = reference.tokens(result.selection)
+        self._check_attention(numbers, q, result, tokens)
         if self.mass:
-            self.mass.step(q, reference.tokens(result.selection), result.selection == expected.selection)
+            self.mass.step(q, tokens, result.selection == expected.selection)
 
     def check_state(self, numbers: Numbers, state: list[Mapping[str, torch.Tensor]]) -> None:
         """The pool holds the state that it must, bit for bit."""
@@ -212,10 +218,9 @@ class SegmentTwin:
         if expected.scores is not None:
             numbers.boundary = min(numbers.boundary, boundary_ulp(expected.scores, topk))
 
-    def _check_attention(self, numbers: Numbers, q: torch.Tensor, result: StepResult) -> None:
+    def _check_attention(self, numbers: Numbers, q: torch.Tensor, result: StepResult, tokens: list[int]) -> None:
         if not self._finite():
             return
-        tokens = self.reference.tokens(result.selection)
         k = torch.stack([self.reference.k[t] for t in tokens])
         v = torch.stack([self.reference.v[t] for t in tokens])
         exact, bound = self._attention(q[None], k, v, torch.ones(1, len(tokens), dtype=torch.bool), 2.0**-24)

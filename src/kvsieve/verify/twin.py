@@ -71,14 +71,7 @@ class Twin:
             options = replace(options, shapes=tuple(replace(one, v_head_dim=one.head_dim) for one in options.shapes))
         self.flow, self.budget, self.options, self.spoil = flow, budget, options, spoil
         self.data = data or IidData(0)
-        self.runtime = Runtime(
-            flow,
-            budget,
-            page_size=options.page_size,
-            num_blocks=options.num_blocks,
-            dense_layers=options.dense_layers,
-            backend=backend,
-        )
+        self.runtime = self._build(backend)
         self.numbers = Numbers()
         self._judge, self._judged = random.Random(0), judged
         self.requests: dict[RequestId, int] = {}  # tokens that each must have
@@ -121,13 +114,14 @@ class Twin:
             q, k, v = self._tokens(layer, requests, starts, counts)
             out = self._attend(call, layer, (q, k, v)).out.cpu()
             first = 0
-            for request, count in zip(requests, counts, strict=True):
+            for request, start, count in zip(requests, starts, counts, strict=True):
                 rows = slice(first, first + count)
                 first += count
                 for head in range(shape.heads if count else 0):
                     mine = slice(head * shape.group, (head + 1) * shape.group)
                     segment = self._segments[layer, request, head]
                     segment.sharp = self._judge.random() < self._judged
+                    self._prepare_write(layer, request, head, start)
                     segment.write(k[rows, head], v[rows, head], q[rows, mine])
                     self._check_mass(layer, request, head)
                     if compare:
@@ -229,7 +223,7 @@ class Twin:
         for request, length in self.requests.items():
             entry, place = tables[request], f"request {request}"
             expect(entry.length == length, "life cycle", place, f"length {entry.length}, expected {length}")
-            pages = 0 if request in self.out else -(-length // p)
+            pages = 0 if request in self.out else -(-entry.stored // p)
             expect(len(entry.blocks) == pages, "storage", place, f"{len(entry.blocks)} blocks, expected {pages}")
             for table, listed in ((tables.blocks, entry.blocks), (tables.rows, entry.rows)):
                 row = table[entry.slot].tolist()
@@ -347,6 +341,20 @@ class Twin:
             return None
         shape = self.options.shapes[layer]
         return torch.linspace(-1, 2, shape.heads * shape.group)
+
+    def _build(self, backend: str | Backend) -> Runtime:
+        options = self.options
+        return Runtime(
+            self.flow,
+            self.budget,
+            page_size=options.page_size,
+            num_blocks=options.num_blocks,
+            dense_layers=options.dense_layers,
+            backend=backend,
+        )
+
+    def _prepare_write(self, layer: int, request: RequestId, head: int, start: int) -> None:
+        """Called before the twin writes the prompt tokens from ``start`` on that the runtime has attended."""
 
     def _trace(self, layer: int) -> FlowGraphs | None:
         if layer in self.options.dense_layers:
