@@ -142,7 +142,8 @@ class ReferenceSegment:
         assert self.accumulates is not None
         logits, lse = self._logits(q, tokens)
         received = reduce_group(torch.exp(logits - lse[:, None]), self.accumulates.group, 0)
-        self.mass = [self.accumulates.factor * m for m in self.mass]
+        decay = self.accumulates.factor
+        self.mass = [decay * m for m in self.mass]
         for token, p in zip(tokens, received.tolist(), strict=True):
             self.mass[token] += p
 

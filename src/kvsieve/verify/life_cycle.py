@@ -21,11 +21,15 @@ FAMILY = 0
 
 def _programs(subject: Subject) -> Numbers:
     """Random programmes of admit, extend, step, fork, crop, reorder, preempt, resume, finish in a tiny pool."""
+    return random_lives(subject, 4, evicting=False)
+
+
+def random_lives(subject: Subject, count: int, evicting: bool) -> Numbers:
+    """Random programmes of a flow, checked event by event."""
     numbers, dtype = Numbers(), dtype_name(subject.dtype)
-    for index in range(4):
-        program = random_program(
-            subject.seed + index, subject.name, 50, subject.flow, dtype=dtype, device=subject.device
-        )
+    for index in range(count):
+        seed, place = subject.seed + index, {"dtype": dtype, "device": subject.device}
+        program = random_program(seed, subject.name, 50, subject.flow, evicting=evicting, **place)
         numbers.merge(run_program(program, subject.backend, subject.flow))
     return numbers
 

@@ -12,9 +12,11 @@ from kvsieve.budget import Budget
 from kvsieve.dtypes import DTYPES
 from kvsieve.errors import NotCroppable, OutOfPages
 from kvsieve.flow import Flow, list_flows, load_flow
+from kvsieve.retention import Evict
 from kvsieve.runtime import CROP_ROWS, RequestId
 from kvsieve.verify.checks import Fault, Numbers, expect
 from kvsieve.verify.data import KINDS, LayerShape
+from kvsieve.verify.evicting import EvictingTwin
 from kvsieve.verify.poison import poisoned_pools
 from kvsieve.verify.twin import Twin, TwinOptions
 
@@ -28,7 +30,7 @@ MAX_REQUESTS = 5
 
 @dataclass(frozen=True)
 class Program:
-    """A flow, a budget, a geometry, data, and events; ``repr`` is a snippet that replays it."""
+    """A flow, a budget or a retention, a geometry, data, and events; ``repr`` is a snippet that replays it."""
 
     flow: str
     page_size: int
@@ -41,11 +43,13 @@ class Program:
     events: tuple[Event, ...]
     dtype: str = "fp32"
     device: str = "cpu"
+    retention: Evict | None = None
 
     def snippet(self) -> str:
         """Python that replays the programme."""
         return (
             "from kvsieve.budget import Budget\n"
+            "from kvsieve.retention import Evict\n"
             "from kvsieve.verify.data import LayerShape\n"
             "from kvsieve.verify.programs import Program, run_program\n\n"
             f"run_program({self!r})\n"
@@ -60,10 +64,12 @@ def random_program(
     *,
     dtype: str = "fp32",
     device: str = "cpu",
+    evicting: bool | None = None,
 ) -> Program:
     """A programme drawn from a seed; a pool so small that blocks are recycled all the time.
 
-    ``built`` is the flow that ``flow`` names, where its arguments are not the default ones.
+    ``built`` is the flow that ``flow`` names, where its arguments are not the default ones. ``evicting``: whether
+    tokens are evicted; None: chance decides, where the flow allows it.
     """
     draw = random.Random(seed)
     name = flow or draw.choice(sorted(list_flows()))
@@ -76,7 +82,15 @@ def random_program(
     dense = (1,) if len(shapes) == 2 and draw.random() < 0.3 else ()
     kind = draw.choice(("iid", "iid", "planted", "ties", "extreme"))
     chosen = tuple(_random_events(draw, events))
-    return Program(name, page_size, shapes, budget, kind, seed, blocks, dense, chosen, dtype, device)
+    retention = None
+    if built.evictable and (draw.random() < 0.3 if evicting is None else evicting):
+        retention, dense = _random_eviction(draw, built), ()
+    return Program(name, page_size, shapes, budget, kind, seed, blocks, dense, chosen, dtype, device, retention)
+
+
+def _random_eviction(draw: random.Random, flow: Flow) -> Evict:
+    sink, recent = draw.randint(0, 2), draw.randint(1, 4)
+    return Evict(sink + recent + (draw.randint(0, 6) if flow.mass else 0), sink, recent)
 
 
 def _random_shape(draw: random.Random) -> LayerShape:
@@ -108,7 +122,11 @@ def run_program(program: Program, backend: str | Backend = "eager", built: Flow 
     )
     with poisoned_pools():
         flow = built or load_flow(program.flow)
-        twin = Twin(flow, program.budget, options, KINDS[program.data](program.seed), backend)
+        arguments = options, KINDS[program.data](program.seed), backend
+        if program.retention is not None:
+            twin: Twin = EvictingTwin(flow, program.retention, *arguments)
+        else:
+            twin = Twin(flow, program.budget, *arguments)
         for event in program.events:
             run_event(twin, program, event)
         twin.finish(list(twin.requests))

@@ -16,6 +16,7 @@ from kvsieve.plan import Plan, Quota
 from kvsieve.reference import select
 from kvsieve.verify.checks import Numbers, expect
 from kvsieve.verify.data import BrokenRequestData, BulkData, Data, ExtremeData, LayerShape, PlantedData, TiedData
+from kvsieve.verify.eviction import EVICTION
 from kvsieve.verify.life_cycle import LIFE_CYCLE
 from kvsieve.verify.metamorphic import METAMORPHIC
 from kvsieve.verify.poison import poisoned_pools
@@ -239,6 +240,7 @@ CHECKS: tuple[Check, ...] = (
     Check("long context", "33,000 pages: more than 15 bits count", _long),
     *(Check(name, shows, run) for name, shows, run in LIFE_CYCLE),
     *(Check(name, shows, run) for name, shows, run in METAMORPHIC),
+    *(Check(name, shows, run) for name, shows, run in EVICTION),
 )
 GRID = Check("grid", "groups 1 to 24, head_dim 64 to 128, pages 1 to 33, 1 to 5 KV heads", _grid)
 

@@ -5,6 +5,7 @@ A mutant counts only if what it computes is finite, nothing but a check complain
 
 from kvsieve.verify.mutants import (
     attention,
+    eviction,
     integration,
     lowering,
     mass,
@@ -18,7 +19,7 @@ from kvsieve.verify.mutants.base import Mutant
 
 __all__ = ["MUTANTS", "Mutant"]
 
-_MODULES = (scoring, lowering, selection, attention, prefill, storage, tables, mass, integration)
+_MODULES = (scoring, lowering, selection, attention, prefill, storage, tables, mass, eviction, integration)
 
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for module in _MODULES for mutant in module.TABLE.mutants}
 """Every mutant by its name."""

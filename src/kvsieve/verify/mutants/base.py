@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
 
-STEP, LIFE_CYCLE, TRANSFORMERS, MASS = "step", "life cycle", "transformers", "mass"
+STEP, LIFE_CYCLE, TRANSFORMERS, MASS, EVICTION = "step", "life cycle", "transformers", "mass", "eviction"
 
 Factory = Callable[[Any], Any]
 """Takes what stands in the program and returns the faulty replacement, with a memory of its own where it needs one."""

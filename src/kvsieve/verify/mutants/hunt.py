@@ -15,7 +15,7 @@ import torch
 from kvsieve.flow import Flow, build_flow
 from kvsieve.verify.checks import Fault
 from kvsieve.verify.mutants import MUTANTS
-from kvsieve.verify.mutants.base import LIFE_CYCLE, MASS, TRANSFORMERS, Mutant
+from kvsieve.verify.mutants.base import EVICTION, LIFE_CYCLE, MASS, TRANSFORMERS, Mutant
 from kvsieve.verify.mutants.flow import EveryRule
 from kvsieve.verify.mutants.observe import finite_memory, traced_once, watched
 from kvsieve.verify.programs import random_program, run_program
@@ -34,6 +34,9 @@ CHEAPEST_FIRST = (
     "abandoned call",
     "evicted prefix",
     "mass life cycle",
+    "evicting lives",
+    "second turns",
+    "kept twin",
     "ties",
     "broken request",
     "options",
@@ -49,9 +52,14 @@ CHEAPEST_FIRST = (
     "life cycle",
     "chunked prefill",
     "iid",
+    "eviction",
     "long context",
     "planted",
+    "algorithm 1",
 )
+EVICTING_FIRST = ("evicting lives", "second turns", "eviction", "kept twin", "algorithm 1")
+"""What finds mutants of eviction, and nothing else: nothing else evicts."""
+
 NARROW = {"order": FLOWS[:1], "long context": FLOWS[0::2], "planted": FLOWS[:1]}
 """Checks that are run under some of the flows: one brings its own, the others take long."""
 DIRECTED = ("abandoned call", "evicted prefix")
@@ -106,6 +114,10 @@ def stages(mutant: Mutant) -> Iterator[Stage]:
         yield from _transformers()
         return
     flows = MASS_FLOWS if mutant.part == MASS else FLOWS
+    if mutant.part == EVICTION:
+        named = {check.name: check for check in CHECKS}
+        yield from _checks([named[name] for name in EVICTING_FIRST], (*MASS_FLOWS, "streaming_llm"))
+        return
     ordered = sorted(CHECKS, key=lambda check: CHEAPEST_FIRST.index(check.name))
     if mutant.part == LIFE_CYCLE:
         yield from _checks([check for check in ordered if check.name in DIRECTED], flows)
