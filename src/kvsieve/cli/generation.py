@@ -14,6 +14,7 @@ from kvsieve.cli.terminal import progress_bar
 from kvsieve.errors import ConfigError
 from kvsieve.flow import Flow, flow_name
 from kvsieve.models import IMPLEMENTATION
+from kvsieve.retention import KEEP, Retention
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,13 @@ def prepare(model: Any, tokenizer: Any, text: str, max_new_tokens: int) -> Setup
 
 
 def run_sparse(
-    setup: Setup, flow: Flow, budget: Budget, page_size: int, skip_layers: Sequence[int], backend: str = "eager"
+    setup: Setup,
+    flow: Flow,
+    budget: Budget | None,
+    page_size: int,
+    skip_layers: Sequence[int],
+    backend: str = "eager",
+    retention: Retention = KEEP,
 ) -> Run:
     """Generate with a flow on a backend; the run carries the bytes counted by the cache."""
     from kvsieve.integrations.transformers import SparseCache
@@ -111,6 +118,7 @@ def run_sparse(
         page_size=page_size,
         skip_layers=list(skip_layers),
         backend=backend,
+        retention=retention,
     )
     setup.model.set_attn_implementation(IMPLEMENTATION)
     run = _generate(setup, flow_name(flow), past_key_values=cache)

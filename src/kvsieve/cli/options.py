@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from kvsieve.budget import Budget
 from kvsieve.dtypes import DTYPES
 from kvsieve.errors import ConfigError, UnknownName
 from kvsieve.flow import Flow
+from kvsieve.retention import Evict, Keep, Retention
 
 CONSTANTS: dict[str, Any] = {"true": True, "false": False, "none": None}
 DEFAULT_BUDGET_TOKENS = 512
+RETENTIONS = ("keep", "evict")
 
 
 def parse_flow_arguments(pairs: Sequence[str]) -> dict[str, Any]:
@@ -103,6 +105,33 @@ def choose_budget(
         return Budget(**{"topk": 0, **given})  # type: ignore[arg-type]
     wanted = DEFAULT_BUDGET_TOKENS if tokens is None else tokens
     return Budget.tokens(wanted, page_size, selects=flow.score is not None)
+
+
+def choose_retention(
+    flow: Flow, name: str, capacity: int | None, sink: int | None, recent: int | None, in_pages: Mapping[str, object]
+) -> Retention:
+    """``keep``, or ``evict`` with a capacity in tokens; ``sink`` and ``recent`` are tokens then.
+
+    ``in_pages``: options that only a budget has, by name; None where not given.
+
+    Raises:
+        ConfigError: options of the one are given with the other, or values are out of range.
+    """
+    if name not in RETENTIONS:
+        raise UnknownName("retention", name, RETENTIONS)
+    if name == "keep":
+        if capacity is not None:
+            raise ConfigError("--capacity: expected --retention evict beside it, received --retention keep")
+        return Keep()
+    given = sorted(option for option, value in in_pages.items() if value is not None)
+    if given:
+        raise ConfigError(f"--retention evict has a --capacity and no budget: received --{', --'.join(given)} too")
+    if capacity is None:
+        raise ConfigError("--retention evict: expected --capacity TOKENS, received none")
+    sinks = Evict.sink if sink is None else sink
+    if recent is None:  # without mass nothing else stays
+        recent = Evict.recent if flow.mass else max(1, capacity - sinks)
+    return Evict(capacity, sinks, recent)
 
 
 def read_file(name: str, option: str) -> str:

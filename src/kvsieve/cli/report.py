@@ -13,6 +13,7 @@ from rich.text import Text
 from kvsieve.budget import Budget
 from kvsieve.cli.generation import Parting, Run, StepBytes
 from kvsieve.cli.terminal import output
+from kvsieve.retention import Evict, Retention
 
 PIPE_WIDTH = 110
 
@@ -25,7 +26,7 @@ class Comparison:
     flow: str
     flow_words: str
     page_size: int
-    budget: Budget
+    limit: Budget | Retention
     sparse: Run
     dense: Run | None
     parting: Parting | None
@@ -37,7 +38,8 @@ class Comparison:
             "flow": self.flow,
             "flow_arguments": self.flow_words,
             "page_size": self.page_size,
-            "budget": asdict(self.budget),
+            "budget": asdict(self.limit) if isinstance(self.limit, Budget) else None,
+            "retention": asdict(self.limit) if isinstance(self.limit, Evict) else None,
             "sparse": run_json(self.sparse),
             "dense": run_json(self.dense) if self.dense else None,
             "parting": asdict(self.parting) if self.parting else None,
@@ -70,10 +72,11 @@ def print_report(result: Comparison) -> None:
     console.print(measurements(result))
     read = result.sparse.step_bytes
     if read is not None and read.kv == read.dense:
+        limit, option = ("capacity",) * 2 if isinstance(result.limit, Evict) else ("budget", "budget-tokens")
         console.print(
             Text(
-                "Every step was within the budget, hence dense: the flow chose nothing. Lower --budget-tokens or "
-                "lengthen the prompt to see it at work.",
+                f"Every step was within the {limit}, hence dense: nothing was left out. Lower --{option} or lengthen "
+                "the prompt to see the flow at work.",
                 style="bold",
             )
         )
@@ -81,11 +84,19 @@ def print_report(result: Comparison) -> None:
 
 def setting_words(result: Comparison) -> str:
     """Model, prompt, flow and budget in one line."""
-    words, budget = result.setting, result.budget
+    words = result.setting
     model = f"{words['model']} ({words['dtype']}, {words['device']}), prompt of {words['prompt_tokens']} tokens"
-    pages = f"{budget.sink} sink + {budget.topk} chosen + {budget.recent} recent pages of {result.page_size}"
-    share = f", at least {budget.ratio} of all" if budget.ratio else ""
-    return f"{model}; {result.flow_words}; budget: {pages}{share}"
+    return f"{model}; {result.flow_words}; {limit_words(result.limit, result.page_size)}"
+
+
+def limit_words(limit: Budget | Retention, page_size: int) -> str:
+    """Budget or capacity in words."""
+    if isinstance(limit, Evict):
+        chosen = limit.capacity - limit.sink - limit.recent
+        return f"capacity: {limit.sink} sink + {chosen} chosen + {limit.recent} recent tokens, all others are evicted"
+    assert isinstance(limit, Budget)
+    pages = f"{limit.sink} sink + {limit.topk} chosen + {limit.recent} recent pages of {page_size}"
+    return f"budget: {pages}{f', at least {limit.ratio} of all' if limit.ratio else ''}"
 
 
 def parting_words(result: Comparison) -> str:
