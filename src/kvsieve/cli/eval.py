@@ -58,6 +58,7 @@ def eval_command(
     backend: str = typer.Option("eager", help="backend that flows run on"),
     batch: int = typer.Option(4, min=1, help="samples decoded together"),
     jobs: int = typer.Option(1, min=1, help="worker processes"),
+    evict: bool = typer.Option(False, help="also flows that can evict tokens, evicting: the budget is their capacity"),
     references: bool = typer.Option(True, help="also dense, oracle selection, random pages, recent only"),
     results: Path | None = typer.Option(None, metavar="FILE", help="JSON lines to keep results in, and to go on from"),
     report: Path | None = typer.Option(None, metavar="FILE", help="write one self-contained HTML file"),
@@ -79,7 +80,7 @@ def eval_command(
     check_device(device)
     default = QUICK if quick else FULL
     wish = Wish(
-        line_up(names, arguments, page_size, references),
+        line_up(names, arguments, page_size, references, evict),
         [one.name for one in choose_tasks(task or default["task"])],
         list(dict.fromkeys(context or default["context"])),
         [parse_budget(one) for one in budget or default["budget"]],

@@ -15,6 +15,7 @@ COLUMNS = [
     "exact",
     "tokens",
     "bytes read",
+    "stored",
     "captured",
     "window",
     "recall",
@@ -22,9 +23,10 @@ COLUMNS = [
 LEGEND = (
     "nll: nats per answer token, and the difference to dense and to the oracle selection of the same budget, sample by "
     "sample, with its standard error. exact: wholly right answers; tokens: right answer tokens. bytes read: K/V "
-    "attended and fields scored in decode steps, of dense (the oracle's own scoring is not counted). captured: share "
-    "of the exact attention that falls on selected pages; window: the same among the pages that compete; recall: share "
-    "of the exact best window pages that was selected. Means over steps, layers and KV heads."
+    "attended and fields scored in decode steps, of dense (the oracle's own scoring is not counted). stored: K/V of "
+    "the context that stays in memory. captured: share of the exact attention that falls on selected pages; window: "
+    "the same among the pages that compete; recall: share of the exact best window pages that was selected. Means over "
+    "steps, layers and KV heads."
 )
 
 
@@ -36,7 +38,7 @@ def heading(task: str, context: int) -> str:
 def cells(row: Row) -> list[str]:
     """A row in the order of ``COLUMNS``."""
     exact = f"{round(row.exact * row.samples)}/{row.samples}" if TASKS[row.task].exact else "-"
-    shares = (row.accuracy, row.bytes_read, row.captured, row.window, row.recall)
+    shares = (row.accuracy, row.bytes_read, row.stored, row.captured, row.window, row.recall)
     return [
         row.contender,
         "all" if row.rule == DENSE else str(row.tokens),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -30,6 +30,7 @@ class Contender:
         arguments: of the flow.
         page_size: tokens per page.
         digest: of the flow's source and arguments: results of another version are not mixed in.
+        evicts: tokens are evicted: the budget is the capacity.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Contender:
     page_size: int
     arguments: Mapping[str, Any] = field(default_factory=dict)
     digest: str = ""
+    evicts: bool = False
 
     def build(self) -> Flow:
         """The flow that runs."""
@@ -48,6 +50,18 @@ class Contender:
         if self.rule == DENSE:
             return Budget(0, 0, 10**6)
         return Budget.tokens(tokens, self.page_size, selects=flow.score is not None)
+
+    def stored(self, tokens: int, context: int) -> float:
+        """Share of the context's K and V that stays in memory under a budget of ``tokens``."""
+        return min(1.0, tokens / context) if self.evicts else 1.0
+
+
+def evicting(contender: Contender) -> Contender | None:
+    """The same flow where tokens are evicted; None if it cannot, or has no mass to evict by."""
+    flow = contender.build()
+    if contender.rule != "flow" or not flow.evictable or flow.mass is None:
+        return None
+    return replace(contender, name=f"{contender.name}, evicting", evicts=True)
 
 
 def flow_contender(spec: str, arguments: Mapping[str, Any], page_size: int | None) -> Contender:
@@ -73,9 +87,15 @@ def reference(rule: str, page_size: int) -> Contender:
 
 
 def line_up(
-    specs: Sequence[str], arguments: Mapping[str, Any], page_size: int | None, references: bool = True
+    specs: Sequence[str],
+    arguments: Mapping[str, Any],
+    page_size: int | None,
+    references: bool = True,
+    evict: bool = False,
 ) -> list[Contender]:
     """Flows, and the references that belong beside them: all at the first flow's page size, oracle at every one.
+
+    ``evict``: flows that can are also run with tokens evicted.
 
     Raises:
         ConfigError: two flows of one name.
@@ -85,6 +105,8 @@ def line_up(
     double = sorted({name for name in names if names.count(name) > 1})
     if double:
         raise ConfigError(f"expected flows of different names, received {double} twice; rename one of them")
+    both = [(flow, evicting(flow) if evict else None) for flow in flows]
+    flows = [one for pair in both for one in pair if one is not None]
     if not references:
         return flows
     sizes = list(dict.fromkeys(sorted((flow.page_size for flow in flows), reverse=True)))

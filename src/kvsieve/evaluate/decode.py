@@ -19,6 +19,8 @@ from kvsieve.evaluate.coverage import Coverage
 from kvsieve.evaluate.probe import Probe, Step
 from kvsieve.evaluate.tasks import Sample
 from kvsieve.flow import Flow
+from kvsieve.flows.mass_alone import MassAlone, twin_budget
+from kvsieve.retention import Evict
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Batch:
 
     def _run(self, contender: Contender, tokens: int) -> list[Outcome]:
         flow = contender.build()
+        if contender.evicts:
+            return self._run_evicting(flow, tokens)
         budget = contender.budget(flow, tokens)
         coverage = Coverage(Budget.tokens(tokens, contender.page_size), len(self.samples))
         layer_of: Callable[[Step], int] = lambda step: layers[id(step.pool)]  # noqa: E731
@@ -82,10 +86,31 @@ class Batch:
         def observe(step: Step, selection: Selection) -> None:
             coverage.add(layer_of(step), step, selection)
 
-        cache = self._start(flow, budget, contender.page_size, Probe(get_backend(self.backend), observe, choose))
+        backend = Probe(get_backend(self.backend), observe, choose)
+        cache = self._start(flow, budget, contender.page_size, backend)
         layers = {id(layer.pool): index for index, layer in cache.runtime.layers.items()}
         with torch.inference_mode():
             logprobs, best = self._decode(cache, coverage)
+        return self._outcomes(logprobs.tolist(), best.tolist(), cache.stats, coverage)
+
+    def _run_evicting(self, flow: Flow, tokens: int) -> list[Outcome]:
+        """With tokens evicted. What the evicted ones would have received is measured on a twin that keeps them."""
+        from kvsieve.integrations.transformers import SparseCache
+
+        assert flow.mass is not None
+        retention, coverage = Evict(tokens), Coverage(Budget.tokens(tokens, 1), len(self.samples))
+        cache = SparseCache(self.model.config, flow, retention=retention, backend=self.backend)
+        self._prefill(cache)
+        with torch.inference_mode():
+            logprobs, best = self._decode(cache, coverage)
+
+        def observe(step: Step, selection: Selection) -> None:
+            coverage.add(layers[id(step.pool)], step, selection)
+
+        kept = self._start(MassAlone(flow.mass), twin_budget(retention), 1, Probe(get_backend(self.backend), observe))
+        layers = {id(layer.pool): index for index, layer in kept.runtime.layers.items()}
+        with torch.inference_mode():
+            self._decode(kept, coverage)
         return self._outcomes(logprobs.tolist(), best.tolist(), cache.stats, coverage)
 
     def _start(self, flow: Flow, budget: Budget, page_size: int, backend: Any) -> Any:

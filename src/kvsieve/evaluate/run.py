@@ -19,6 +19,7 @@ from kvsieve.evaluate.store import Key, Result, ResultStore
 from kvsieve.evaluate.tasks import TAIL, TASKS
 from kvsieve.evaluate.text import Corpus, digest
 from kvsieve.models import load_model, quiet_transformers
+from kvsieve.retention import Evict
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class Wish:
             flow = contender.build()
             for context in self.contexts:
                 for budget in self.budgets:
+                    if contender.evicts:
+                        Evict(budget.of(context))
                     contender.budget(flow, budget.of(context))
 
     def digests(self) -> dict[str, str]:

@@ -40,6 +40,7 @@ class Row:
         over_dense, over_oracle: nll minus that of dense, and of the oracle selection at the same budget and page size,
             sample by sample; None: not run.
         kv_bytes, field_bytes, dense_bytes: per decode step and sequence, all layers together.
+        stored: share of the context's K and V that stays in memory.
         captured, window, recall: means over layers and heads; ``maps`` has them per layer and KV head.
     """
 
@@ -58,6 +59,7 @@ class Row:
     kv_bytes: float
     field_bytes: float
     dense_bytes: float
+    stored: float
     captured: float
     window: float
     recall: float
@@ -130,6 +132,7 @@ def _row(who: Contender, key: Key, results: list[Result], dense: list[Result] | 
         over_dense=_difference(results, dense),
         over_oracle=_difference(results, best),
         **read,
+        stored=who.stored(key.tokens, key.context),
         **{name: _mean(values) for name, values in maps.items()},
         layers=outcomes[0].layers,
         maps=maps,

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from kvsieve.budget import Budget
 from kvsieve.flow import Flow
-from kvsieve.mass import AttentionMass
+from kvsieve.flows.mass_alone import MassAlone, twin_budget
 from kvsieve.paging.slots import POSITION
 from kvsieve.reference import EvictingSegment
 from kvsieve.retention import Evict
@@ -236,27 +235,13 @@ class Simulation:
         self.segments = {key: segment for key, segment in self.segments.items() if key[0] != request}
 
 
-class MassAlone(Flow):
-    """Ranks tokens by their attention mass and nothing else."""
-
-    page_size = 1
-
-    def __init__(self, mass: AttentionMass) -> None:
-        self.mass = mass
-
-    def score(self, q: torch.Tensor, pages: Any) -> torch.Tensor:
-        mass: torch.Tensor = pages["mass_sum"]
-        return mass
-
-
 def _kept_twin(subject: Subject) -> Numbers:
     """With everything kept, ranking tokens by mass alone attends what eviction leaves: the same, step by step."""
     numbers, flow, shape = Numbers(), subject.flow, LayerShape(2, 3, 12, 8)
     if not flow.evictable or flow.mass is None:
         return numbers
     some = small(flow)
-    budget = Budget(some.capacity - some.sink - some.recent, some.sink, some.recent + 1)
-    kept = Runtime(MassAlone(flow.mass.where_evicted()), budget, backend=subject.backend)
+    kept = Runtime(MassAlone(flow.mass), twin_budget(some), backend=subject.backend)
     evicting = Runtime(flow, page_size=3, backend=subject.backend, retention=some)
     pairs = [(kept.admit(), evicting.admit()) for _ in range(2)]
     data = IidData(subject.seed, q_scale=1.5)
