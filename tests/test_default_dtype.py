@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +11,15 @@ import torch
 from kvsieve.backends import backend_names
 from kvsieve.budget import Budget
 from kvsieve.dtypes import default_dtype
-from kvsieve.flow import build_flow, list_flows
+from kvsieve.flow import Flow, PageFields, build_flow, list_flows
+from kvsieve.reference import ReferenceSegment
 from kvsieve.runtime import Runtime
-from kvsieve.verify.data import BulkData, LayerShape
+from kvsieve.verify import verify_flow
+from kvsieve.verify.checks import Numbers
+from kvsieve.verify.data import BulkData, LayerShape, PlantedData
+from kvsieve.verify.report import FlowReport
+from kvsieve.verify.subject import Subject
+from kvsieve.verify.suite import CHECKS, Check, drive
 
 SHAPE = LayerShape(2, 3, 20, 20)
 LENGTHS, STEPS = (67, 9, 26), 4
@@ -27,7 +33,7 @@ def restored() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-def life(flow: str, backend: str, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
+def life(build: Callable[[], Flow], backend: str, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
     """All that prompts in two chunks and sparse steps return, and what the pool holds at the end."""
     data = BulkData(7)
     with default_dtype(torch.float32):
@@ -40,7 +46,7 @@ def life(flow: str, backend: str, dtype: torch.dtype) -> list[dict[str, torch.Te
             )
         ]
     with default_dtype(dtype):
-        built = build_flow(flow)
+        built = build()
         budget = Budget(2, 1, 1) if built.score else Budget(0, 1, 2)
         runtime = Runtime(built, budget, page_size=built.page_size or 5, backend=backend)
         requests, seen = [runtime.admit() for _ in LENGTHS], []
@@ -76,17 +82,90 @@ CASES = [
 
 @pytest.mark.parametrize(("flow", "backend"), CASES)
 def test_every_flow_is_the_same_to_the_bit(flow: str, backend: str) -> None:
-    expected = life(flow, backend, torch.float32)
-    for dtype in OTHER:
-        received = life(flow, backend, dtype)
+    def build() -> Flow:
+        return build_flow(flow)
+
+    same(life(build, backend, torch.float32), [life(build, backend, dtype) for dtype in OTHER])
+
+
+def same(expected: list[dict[str, torch.Tensor]], others: list[list[dict[str, torch.Tensor]]]) -> None:
+    """To the bit, dtypes included."""
+    for received in others:
         assert len(received) == len(expected)
         for place, (one, other) in enumerate(zip(expected, received, strict=True)):
             assert one.keys() == other.keys()
             for name, value in one.items():
-                assert other[name].dtype is value.dtype, (dtype, place, name)
-                assert torch.equal(_bits(other[name]), _bits(value)), (dtype, place, name)
+                assert other[name].dtype is value.dtype, (place, name)
+                assert torch.equal(_bits(other[name]), _bits(value)), (place, name)
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:
     """NaN equals itself where bits are compared."""
     return value.contiguous().flatten().view(torch.uint8)
+
+
+class MadeNumbers(Flow):
+    """Makes numbers in every way that takes its dtype from the default: new tensors, masks, quotients of integers."""
+
+    def summarize(self, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+        positive = (k > 0).sum()
+        third = torch.full((3,), 1 / 3)
+        return {"share": positive / 7, "third": third * k.mean(), "root": torch.sqrt(positive), "count": positive}
+
+    def init_state(self, page_size: int, head_dim: int) -> dict[str, torch.Tensor]:
+        return {"seen": torch.full((), 1 / 3), "steps": torch.zeros((), dtype=torch.int64)}
+
+    def score(self, q: torch.Tensor, pages: PageFields) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        steps = pages["steps"] + 1
+        near = torch.where(pages["age"] < 21, 0.1, 0.7)
+        weights = torch.linspace(0.1, 0.9, q.shape[-1])
+        level = (pages["k"].mean(1) * weights).sum(-1) * near + pages["share"] / 3 + pages["third"].sum(-1)
+        seen = 0.9 * pages["seen"] + pages["count"] / 11 + 0.1 * (level > 0)
+        return level + pages["root"] / steps + seen * torch.ones(1) * 0.3, {"seen": seen, "steps": steps}
+
+
+@pytest.mark.parametrize("backend", backend_names())
+def test_numbers_that_a_flow_makes(backend: str) -> None:
+    same(life(MadeNumbers, backend, torch.float32), [life(MadeNumbers, backend, dtype) for dtype in OTHER])
+
+
+def test_flows_of_vortex() -> None:
+    for name in ("vortex:gqa_h2o_token_sparse_attention", "vortex:h2o_sparse_attention"):
+        expected, *received = (life(lambda: build_flow(name), "eager", one) for one in (torch.float32, *OTHER))  # noqa: B023
+        same(expected, received)
+
+
+def test_the_reference_starts_from_what_is_stored() -> None:
+    rows = []
+    for dtype in (torch.float32, *OTHER):
+        with default_dtype(dtype):
+            segment = ReferenceSegment(MadeNumbers(), Budget(1), 5)
+            for _ in range(6):
+                segment.write(torch.ones(4), torch.ones(4))
+            rows.append(segment)
+    for other in rows[1:]:
+        assert other.state == rows[0].state
+        same([dict(page) for page in rows[0].summaries], [[dict(page) for page in other.summaries]])
+    assert float(rows[0].state[0]["seen"]) == float(torch.tensor(1 / 3, dtype=torch.float32))
+
+
+def _few(subject: Subject) -> Numbers:
+    """Sink logits, soft-cap, planted hitters and every bound derived, in few steps."""
+    p = subject.page_size
+    shapes, data = [LayerShape(2, 3, 12, 12)], PlantedData(subject.seed)
+    return drive(subject, shapes, data, [8 * p + 1, 2], 4, scale=0.4, softcap=2.5, sinks=True)
+
+
+def test_the_verdict() -> None:
+    """The same draws, bounds and numbers, and no check that fails by itself."""
+    checks = [Check("few", "a little of everything", _few), *(check for check in CHECKS if check.name == "order")]
+    expected, *received = (verdict(dtype, checks) for dtype in (torch.float32, *OTHER))
+    assert all(report.passed for report in received), [report.text() for report in received]
+    for report in received:
+        for one, other in zip(expected.outcomes, report.outcomes, strict=True):
+            assert vars(one.numbers) == vars(other.numbers), one.check
+
+
+def verdict(dtype: torch.dtype, checks: list[Check]) -> FlowReport:
+    with default_dtype(dtype):
+        return verify_flow(MadeNumbers(), checks)

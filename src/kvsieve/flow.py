@@ -15,6 +15,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from kvsieve.budget import Budget
+from kvsieve.dtypes import default_dtype
 from kvsieve.errors import ConfigError, FlowError, Location, UnknownName
 from kvsieve.flow_file import import_file
 from kvsieve.mass import AttentionMass
@@ -260,6 +261,14 @@ def check_evicting(flow: Flow, page_size: int, retention: Evict, dense_layers: C
             f"flow {name} has no attention mass and keeps sink and recent tokens only: expected capacity = sink + "
             f"recent, received {retention}; set recent={retention.capacity - retention.sink}"
         )
+
+
+def initial_state(flow: Flow, page_size: int, head_dim: int) -> Mapping[str, torch.Tensor]:
+    """What a page's state starts from, as it is stored: float32 where the flow says nothing. Empty without state."""
+    if flow.init_state is None:
+        return {}
+    with default_dtype(torch.float32):
+        return flow.init_state(page_size, head_dim)
 
 
 def with_dtype(flow: Flow, dtype: torch.dtype) -> Flow:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from kvsieve.dtypes import default_dtype
 from kvsieve.flow import BUILTIN_FIELDS, Flow, PageFields, extra_parameters
 from kvsieve.mass import FIELDS as MASS_FIELDS
 from kvsieve.ops import Shape, show
@@ -101,8 +100,7 @@ def trace_flow(flow: Flow, geometry: Geometry) -> FlowGraphs:
     Raises:
         FlowError: the flow breaks a rule; names its file, line, op and shapes, and the remedy.
     """
-    # A flow is written for float32, whatever the program around it makes by default.
-    with exclusive(), torch.inference_mode(False), torch.no_grad(), default_dtype(torch.float32):
+    with exclusive(), torch.inference_mode(False), torch.no_grad():
         return _trace_flow(flow, geometry)
 
 

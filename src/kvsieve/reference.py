@@ -20,6 +20,7 @@ from kvsieve.flow import (
     check_flow,
     choose_page_size,
     extra_parameters,
+    initial_state,
     with_dtype,
 )
 from kvsieve.retention import Evict
@@ -111,7 +112,7 @@ class ReferenceSegment:
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store a token, k [D] and v [Dv], without attending it; a page that it fills is summarised."""
         if len(self.k) % self.page_size == 0:
-            initial = self.flow.init_state(self.page_size, k.shape[-1]) if self.flow.init_state else {}
+            initial = initial_state(self.flow, self.page_size, k.shape[-1])
             self.state.append({name: _widen(value) for name, value in initial.items()})
         self.k.append(k.to(F64))
         self.v.append(v.to(F64))

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.export.graph_signature import InputKind
 
+from kvsieve.dtypes import default_dtype
 from kvsieve.errors import KvsieveError
 from kvsieve.watch import FlowMethod, Watch, explain, with_location
 
@@ -143,14 +144,10 @@ _TRACING = threading.RLock()
 
 @contextlib.contextmanager
 def exclusive() -> Iterator[None]:
-    """torch.export shares global state: one trace at a time, and float32 as the default dtype while it lasts."""
-    with _TRACING:
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(default)
+    """torch.export shares global state: one trace at a time. And a flow is written for float32,
+    whatever the program around it makes by default."""
+    with _TRACING, default_dtype(torch.float32):
+        yield
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import torch
 from kvsieve.backends.attention import attend_selected, gather_pages, prefill_requests, prompt_mass
 from kvsieve.backends.base import AttentionOptions, Backend, Selection
 from kvsieve.backends.select import select_pages
+from kvsieve.dtypes import default_dtype
 from kvsieve.graph import FlowGraphs
 from kvsieve.lower import Program, lower
 from kvsieve.mass import FIELDS as MASS_FIELDS
@@ -98,4 +99,5 @@ class EagerBackend(Backend):
 def _run(program: Program, valid: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Run a program on float32 inputs."""
     inputs = (fields[name].float() if fields[name].is_floating_point() else fields[name] for name in program.inputs)
-    return dict(zip(program.outputs, program.module(valid, *inputs), strict=True))
+    with default_dtype(torch.float32):  # what a quotient of integers is
+        return dict(zip(program.outputs, program.module(valid, *inputs), strict=True))

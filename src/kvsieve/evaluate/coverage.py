@@ -59,7 +59,7 @@ class Coverage:
         ranked = torch.where(window, mass, -1.0).sort(-1, descending=True).values
         last = ranked.gather(-1, (count - 1).clamp(min=0)[..., None].expand(-1, mass.shape[1], -1))
         hits = (selected & window & (mass >= last)).sum(-1)
-        return torch.where(count > 0, torch.minimum(hits, count) / count.clamp(min=1), 1.0)
+        return torch.where(count > 0, torch.minimum(hits, count).float() / count.clamp(min=1), 1.0)
 
     @property
     def layers(self) -> list[int]:

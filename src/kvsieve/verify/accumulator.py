@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 import torch
 
 from kvsieve.errors import ConfigError
-from kvsieve.flow import Flow
+from kvsieve.flow import Flow, initial_state
 from kvsieve.reference import rank
 from kvsieve.verify.accumulator_data import PlantedWindow, WindowData
 from kvsieve.verify.accumulator_flow import (
     Accumulator,
     ExactScore,
     find_accumulator,
-    initial_state,
     with_decay,
     with_state_dtype,
 )

@@ -36,12 +36,12 @@ class PlantedWindow:
     ) -> None:
         self.random = torch.Generator().manual_seed(seed)
         self.group, self.head_dim = group, head_dim
-        direction = torch.randn(head_dim, generator=self.random)
+        direction = torch.randn(head_dim, generator=self.random, dtype=torch.float32)
         self.direction = direction / direction.norm()
-        affinity = torch.randn(seq_len, 1, generator=self.random)
+        affinity = torch.randn(seq_len, 1, generator=self.random, dtype=torch.float32)
         planted = spread * affinity * head_dim**0.25 * self.direction
         self.k = (planted + noise * self._across(seq_len)).bfloat16()
-        self.v = torch.randn(seq_len, head_dim, generator=self.random).bfloat16()
+        self.v = torch.randn(seq_len, head_dim, generator=self.random, dtype=torch.float32).bfloat16()
 
     def query(self) -> torch.Tensor:
         """The next step's query heads [G, D], bfloat16."""
@@ -50,7 +50,7 @@ class PlantedWindow:
 
     def _across(self, rows: int) -> torch.Tensor:
         """Normal vectors [rows, D] without their part along the direction."""
-        x = torch.randn(rows, self.head_dim, generator=self.random)
+        x = torch.randn(rows, self.head_dim, generator=self.random, dtype=torch.float32)
         along: torch.Tensor = (x @ self.direction)[:, None] * self.direction
         return x - along
 
@@ -65,13 +65,15 @@ class PrescribedWindow:
     def __init__(self, seed: int, tokens: int, spread: float = ALONE_SPREAD, jitter: float = ALONE_JITTER) -> None:
         self.random = torch.Generator().manual_seed(seed)
         self.tokens, self.jitter, self.group = tokens, jitter, 1
-        self.logits = with_heavy_token(spread * torch.randn(tokens, generator=self.random))
-        self.k = torch.eye(tokens + 1, tokens)
-        self.v = torch.randn(tokens + 1, tokens, generator=self.random)
+        self.logits = with_heavy_token(spread * torch.randn(tokens, generator=self.random, dtype=torch.float32))
+        self.k = torch.eye(tokens + 1, tokens, dtype=torch.float32)
+        self.v = torch.randn(tokens + 1, tokens, generator=self.random, dtype=torch.float32)
 
     def query(self) -> torch.Tensor:
         """The next step's logits as a query head [1, D] for the scale ``D ** -0.5``, float32."""
-        logits: torch.Tensor = self.logits + self.jitter * torch.randn(self.tokens, generator=self.random)
+        logits: torch.Tensor = self.logits + self.jitter * torch.randn(
+            self.tokens, generator=self.random, dtype=torch.float32
+        )
         return logits[None] * math.sqrt(self.tokens)
 
 
@@ -80,5 +82,5 @@ def with_heavy_token(logits: torch.Tensor, share: float = HEAVY_SHARE) -> torch.
     heavy = int(logits.argmax())
     rest = torch.cat([logits[:heavy], logits[heavy + 1 :]])
     lifted = logits.clone()
-    lifted[heavy] = torch.logsumexp(rest, 0) + torch.log(torch.tensor(share / (1 - share)))
+    lifted[heavy] = torch.logsumexp(rest, 0) + torch.log(torch.tensor(share / (1 - share), dtype=torch.float32))
     return lifted

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kvsieve.errors import ConfigError
-from kvsieve.flow import DoublePrecision, Flow, PageFields, extra_parameters, instantiate, with_dtype
+from kvsieve.flow import DoublePrecision, Flow, PageFields, extra_parameters, initial_state, instantiate, with_dtype
 from kvsieve.verify.rounding import F64
 
 PAGES = 7
@@ -68,13 +68,13 @@ def find_accumulator(flow: Flow, page_size: int, head_dim: int, group: int) -> A
     if flow.init_state is None or flow.score is None:
         return None
     random = torch.Generator().manual_seed(0)
-    k, v = torch.randn(2, PAGES, page_size, head_dim, generator=random)
+    k, v = torch.randn(2, PAGES, page_size, head_dim, generator=random, dtype=torch.float32)
     trial = ExactScore(flow, k, v, (PAGES + 2) * page_size, page_size)
     if len(trial.initial) != 1:
         raise _other_state(flow, f"the fields {', '.join(trial.initial)}")
     if not all(value.is_floating_point() for value in initial_state(flow, page_size, head_dim).values()):
         raise _other_state(flow, "state that is no floating-point number")
-    (field, initial), q = *trial.initial.items(), torch.randn(2, group, head_dim, generator=random)
+    (field, initial), q = *trial.initial.items(), torch.randn(2, group, head_dim, generator=random, dtype=torch.float32)
     old = torch.rand(2, PAGES, *initial.shape, generator=random, dtype=F64) + 0.5
     slopes = []
     for query in q:
@@ -116,11 +116,6 @@ def with_state_dtype(flow: Flow, dtype: torch.dtype) -> Flow:
     members = {"init_state": init_state, "__module__": original.__module__, "__qualname__": original.__qualname__}
     twin.__class__ = type(original.__name__, (original,), members)
     return twin
-
-
-def initial_state(flow: Flow, page_size: int, head_dim: int) -> Mapping[str, torch.Tensor]:
-    """What a page's state starts from; empty for a flow without state."""
-    return {} if flow.init_state is None else flow.init_state(page_size, head_dim)
 
 
 def _nearest_attribute(flow: Flow, decay: float) -> float:

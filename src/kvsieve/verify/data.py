@@ -55,7 +55,7 @@ class IidData:
             owner = FAMILY + family[0] if token < family[1] else request
             parts.append(self._token(shape, layer, owner, token))
         if not parts:
-            q, k, v = (torch.zeros(size) for size in shape.sizes(0))
+            q, k, v = (torch.zeros(size, dtype=torch.float32) for size in shape.sizes(0))
             return q, k, v
         q, k, v = (torch.stack(part) for part in zip(*parts, strict=True))
         return q, k, v
@@ -66,7 +66,7 @@ class IidData:
 
     def _token(self, shape: LayerShape, layer: int, owner: int, token: int) -> Draw:
         random = torch.Generator().manual_seed(hash((self.seed, layer, owner, token)) % 2**62)
-        q, k, v = (torch.randn(size[1:], generator=random) for size in shape.sizes(1))
+        q, k, v = (torch.randn(size[1:], generator=random, dtype=torch.float32) for size in shape.sizes(1))
         return self.shape_draw(q * self.q_scale, k * self.k_scale, v, layer, owner, token)
 
 
@@ -77,7 +77,7 @@ class BulkData(IidData):
         self, shape: LayerShape, layer: int, request: int, start: int, count: int, family: tuple[int, int]
     ) -> Draw:
         random = torch.Generator().manual_seed(hash((self.seed, layer, request, start)) % 2**62)
-        q, k, v = (torch.randn(size, generator=random) for size in shape.sizes(count))
+        q, k, v = (torch.randn(size, generator=random, dtype=torch.float32) for size in shape.sizes(count))
         return q * self.q_scale, k * self.k_scale, v
 
 
@@ -92,7 +92,7 @@ class PlantedData(IidData):
         self.every, self.strength = every, strength
 
     def shape_draw(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, owner: int, token: int) -> Draw:
-        direction = torch.ones(q.shape[-1]) / q.shape[-1] ** 0.5
+        direction = torch.ones(q.shape[-1], dtype=torch.float32) / q.shape[-1] ** 0.5
         affinity = 2 * self.strength if token == 0 else self.strength if (token * 7 + owner) % self.every == 0 else 0.0
         return q + 2 * direction, k + affinity * q.shape[-1] ** 0.25 * direction, v
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from kvsieve.dtypes import default_dtype
 from kvsieve.ops import op_name
 from kvsieve.segment import SegmentGraph
 
@@ -152,9 +153,10 @@ def run_graph(
     values: dict[fx.Node, Any] = {node: inputs[name] for name, node in graph.trace.inputs.items() if name in inputs}
     for node, constant in graph.trace.constants.items():
         values[node] = constant.to(F64) if constant.is_floating_point() else constant
-    for node in graph.nodes:
-        if node.op == "call_function":
-            values[node] = _run_node(node, values, arithmetic)
+    with default_dtype(torch.float32):  # as when it was traced
+        for node in graph.nodes:
+            if node.op == "call_function":
+                values[node] = _run_node(node, values, arithmetic)
     return {name: values[node] for name, node in graph.outputs.items()}
 
 

@@ -134,8 +134,8 @@ class Ratios:
     def __init__(self, flow: str, topk: int) -> None:
         self.flow, self.topk, self.steps = flow, topk, 0
         self.flows = [build_flow(flow, **weights(ratio)) for ratio in RATIOS]
-        self.terms = torch.zeros(4)
-        self.captured = torch.zeros(len(RATIOS) + 1)
+        self.terms = torch.zeros(4, dtype=torch.float32)
+        self.captured = torch.zeros(len(RATIOS) + 1, dtype=torch.float32)
 
     def add(self, step: WindowStep) -> None:
         """Score one step with every ratio, by the flow's own code."""

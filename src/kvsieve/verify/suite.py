@@ -166,9 +166,11 @@ def _order(subject: Subject) -> Numbers:
     numbers, backend, p, heads = Numbers(), get_backend(subject.backend), 3, 3
     random = torch.Generator().manual_seed(subject.seed)
     pool = torch.tensor(
-        [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, -1.5, -1.0, 2.0, 2 + 2.0**-22, 1e-42, -1e-42]
+        [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, -1.5, -1.0, 2.0, 2 + 2.0**-22, 1e-42, -1e-42],
+        dtype=torch.float32,
     )
-    near = 1 + torch.randperm(1500, generator=random) * 2.0**-23  # no two alike, and no coarser key tells them apart
+    steps = torch.randperm(1500, generator=random).to(torch.float32)
+    near = 1 + steps * 2.0**-23  # no two alike, and no coarser key tells them apart
     ragged, long = [19 * p, 4 * p + 1, 1, 11 * p - 1, 30 * p], [1503 * p, 7 * p]
     cases = [(budget, ragged, pool, 20) for budget in (Budget(4, 1, 2), Budget(1, 0, 1), Budget(2, 2, 1, 0.6))]
     for budget, lengths, values, times in (*cases, (Budget(200, 1, 2), long, near, 2)):
@@ -182,7 +184,9 @@ def _order(subject: Subject) -> Numbers:
         for _ in range(times):
             drawn = torch.randint(len(values), shape, generator=random)
             if len(values) >= shape[2]:  # each value once
-                drawn = torch.rand((*shape[:2], len(values)), generator=random).argsort(-1)[..., : shape[2]]
+                drawn = torch.rand((*shape[:2], len(values)), generator=random, dtype=torch.float32).argsort(-1)[
+                    ..., : shape[2]
+                ]
             scores = values[drawn]
             padding = ~quota.window.valid.cpu()[:, None].expand(shape)
             scores[padding] = (float("inf"), float("nan"), 1e9)[int(torch.randint(3, (), generator=random))]

@@ -340,7 +340,7 @@ class Twin:
         if not self.options.sinks:
             return None
         shape = self.options.shapes[layer]
-        return torch.linspace(-1, 2, shape.heads * shape.group)
+        return torch.linspace(-1, 2, shape.heads * shape.group, dtype=torch.float32)
 
     def _build(self, backend: str | Backend) -> Runtime:
         options = self.options

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from kvsieve.backends.compiled.products import use_thin_products
+from kvsieve.dtypes import default_dtype
 from kvsieve.lower import Program
 from kvsieve.mass import FIELDS as MASS_FIELDS
 
@@ -31,7 +32,8 @@ class CompiledProgram:
         """Run on the tensors that ``find`` gives for the names of :attr:`inputs`."""
         arguments = [find(name) for name in self.inputs]
         self._mark(arguments)
-        return self.function(*arguments)
+        with default_dtype(torch.float32):  # guarded on, and what a quotient of integers is
+            return self.function(*arguments)
 
     def _mark(self, arguments: Sequence[torch.Tensor]) -> None:
         """Before a compilation, say which sizes vary. Sizes of 1 are compiled apart, and there are few of them."""

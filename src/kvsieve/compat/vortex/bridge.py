@@ -20,6 +20,7 @@ from kvsieve.compat.vortex.core.formats import FORMAT
 from kvsieve.compat.vortex.core.segment import SegmentContext, SegmentTensor
 from kvsieve.compat.vortex.flow import registry
 from kvsieve.compat.vortex.flow.flow import vFlow
+from kvsieve.dtypes import default_dtype
 from kvsieve.errors import UnknownName
 from kvsieve.flow import Flow
 
@@ -33,13 +34,8 @@ _CLASS = "_kvsieve_class"
 @contextlib.contextmanager
 def ordinary_torch() -> Iterator[None]:
     """No mode of torch's, float32 as default: flows are built as if no trace and no reference were under way."""
-    default = torch.get_default_dtype()
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
-        torch.set_default_dtype(torch.float32)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(default)
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), default_dtype(torch.float32):
+        yield
 
 
 class Instances:

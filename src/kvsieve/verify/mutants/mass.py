@@ -120,7 +120,7 @@ def _(original: Any) -> Any:
         assert mass is not None
         logits = torch.einsum("nhgd,hld->hgnl", q.float(), k.float()) * options.scale
         received = mass.reduce(torch.softmax(logits, -1), 1)
-        return torch.einsum("n,hnl->hl", torch.tensor(mass.row_weights(len(q))), received)
+        return torch.einsum("n,hnl->hl", torch.tensor(mass.row_weights(len(q)), dtype=torch.float32), received)
 
     return sums
 
