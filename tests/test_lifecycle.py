@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from kvsieve import Budget, ConfigError, NotCroppable, OutOfPages, build_flow
+from kvsieve.call import Call
 from kvsieve.verify.data import IidData, LayerShape
 from kvsieve.verify.poison import poisoned_pools
 from kvsieve.verify.twin import Twin, TwinOptions
@@ -201,3 +202,31 @@ def test_finishing_a_preempted_request_forgets_what_was_saved() -> None:
     pair.finish([first])
     with pytest.raises(ConfigError, match="expected a preempted request"):
         pair.runtime.resume(first)
+
+
+def test_a_layer_that_was_left_out_voids_the_prefixes_that_others_share() -> None:
+    """The first call ends after one of two layers; a second request has begun with its pages before that shows."""
+    pair = twin()
+    runtime, keys = pair.runtime, [(1, page) for page in range(3)]
+
+    def attend(call: Call, layer: int, start: int, count: int) -> None:
+        call.attend(layer, *pair.data.tokens(SHAPES[layer], layer, 0, start, count, (1, 3 * P)))
+
+    first = runtime.admit(keys)
+    attend(runtime.extend([first], [3 * P]), 0, 0, 3 * P)
+    second = runtime.admit(keys)
+    assert runtime.length(second) == 3 * P, "as far as anybody knows there is one layer"
+    call = runtime.extend([second], [2])
+    attend(call, 0, 3 * P, 2)
+    with pytest.raises(ConfigError, match="layer 1: expected its first attend in the first call"):
+        attend(call, 1, 3 * P, 2)
+    runtime.finish([first, second])
+    assert runtime.tables.block_allocator.used_blocks == 0
+    third = pair.admit(family=1, family_pages=3)
+    assert pair.requests[third] == 0
+    pair.extend([third], [3 * P + 1])
+    pair.step([third])
+    fourth = pair.admit(family=1, family_pages=3)
+    assert pair.requests[fourth] == 3 * P
+    pair.extend([fourth], [2])
+    pair.step([third, fourth])

@@ -9,12 +9,13 @@ import torch
 
 from kvsieve import Budget, ConfigError, Runtime
 from kvsieve.backends import attention
-from kvsieve.flow import Flow
+from kvsieve.flow import Flow, build_flow
 from kvsieve.mass import AttentionMass, MassLedger
 from kvsieve.paging.table import CROP_ROWS
-from kvsieve.verify.data import LayerShape, PlantedData
+from kvsieve.verify.data import IidData, LayerShape, PlantedData
 from kvsieve.verify.poison import poisoned_pools
 from kvsieve.verify.rounding import F64
+from kvsieve.verify.twin import Twin, TwinOptions
 
 SHAPE = LayerShape(2, 3, 20, 12)
 RECENT = 10_000
@@ -238,3 +239,54 @@ def test_a_mass_of_another_type_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="expected an AttentionMass or None, received 'sum'"):
         Runtime(Wrong(), Budget(0, 1, 2), page_size=4)
+
+
+def beside(flow: str) -> Twin:
+    with poisoned_pools():
+        options = TwinOptions(4, (LayerShape(2, 3, 20, 12), LayerShape(1, 7, 5, 5)))
+        return Twin(build_flow(flow), Budget(1, 1, 1), options, IidData(2))
+
+
+@pytest.mark.parametrize("flow", ["h2o", "snapkv", "tova"])
+def test_a_call_without_tokens_for_a_request_leaves_its_kept_queries(flow: str) -> None:
+    pair = beside(flow)
+    first, second = pair.admit(), pair.admit()
+    pair.extend([first, second], [40, 9])
+    pair.extend([second, first], [0, 12])
+    pair.extend([second, first], [5, 0])
+    pair.extend([first, second], [0, 1])
+    pair.crop([first], [45])
+    pair.step([second])
+    pair.step([first, second])
+    pair.extend([first, second], [3, 0])
+    pair.step([first])
+
+
+@pytest.mark.parametrize(
+    ("mass", "kept", "long"),
+    [
+        (AttentionMass(0.9), 5, 0),
+        (AttentionMass(0.9, seed="window:3"), 8, 3 + CROP_ROWS),
+        (AttentionMass(0.9, seed="none"), 0, 0),
+    ],
+    ids=lambda value: getattr(value, "seed", None),
+)
+def test_queries_are_kept_until_they_count(mass: AttentionMass, kept: int, long: int) -> None:
+    """A prompt of more rows than a crop takes back counts at once; a shorter one when the next call comes."""
+
+    def held(pair: Pair) -> int:
+        queries = pair.runtime.layers[0].queries._kept
+        assert set(queries) <= {pair.request}
+        return len(queries.get(pair.request, ()))
+
+    pair = Pair(mass)
+    pair.extend(3, 5)
+    assert held(pair) == kept
+    pair.step()
+    assert held(pair) == 0, "a step counts them"
+    pair.extend(4)
+    pair.extend(CROP_ROWS + 6)
+    assert held(pair) == long
+    pair.extend(4)
+    pair.runtime.finish([pair.request])
+    assert not pair.runtime.layers[0].queries._kept

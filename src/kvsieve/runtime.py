@@ -280,6 +280,7 @@ class Runtime:
         """A layer with room for all tokens of the tables; made when it first attends."""
         if index not in self.layers:
             self.tables.prefixes.clear()  # this layer has not stored them
+            self._layers_known = False  # nor what the newest call filled, should it end here
             self._refuse_hole(index)
         return self._reserved(self.layers.get(index, q, k, v, scale))
 
