@@ -497,3 +497,30 @@ def test_a_window_of_exactly_topk_pages_is_left_alone() -> None:
     ctx.topk_val = 2
     indexer.Softmax()(x, ctx=ctx)
     assert bare(x).flatten()[:12].tolist() == pytest.approx([1, 1 / 3, 1 / 3, 1 / 3, 1, 1] * 2)
+
+
+def test_every_segment_has_a_row_in_batched_operands() -> None:
+    """Fewer would be computed without a word, or read at a place that is not there."""
+    world = World()
+    ctx, n = world.plan(), world.segments
+
+    def batched(rows: int) -> Any:
+        return as_vtensor(world.random_tensor(rows, 2, 6), BATCHED)
+
+    ragged = world.ragged(1, 6)
+    for rows in (0, 1, n - 1):
+        says = f"expected BATCHED operands of at least {n} rows, received {rows}"
+        calls = (
+            lambda rows=rows: indexer.Relu()(batched(rows), ctx=ctx),
+            lambda rows=rows: indexer.Max(1)(batched(rows), ctx=ctx),
+            lambda rows=rows: indexer.GeMM()(batched(rows), ragged, ctx=ctx),
+            lambda rows=rows: indexer.Add()(batched(n), batched(rows), ctx=ctx),
+        )
+        for call in calls:
+            with pytest.raises(OpError, match=says) as caught:
+                call()
+            assert "\n" not in str(caught.value)
+    with pytest.raises(OpError, match=rf"operands of equally many rows, received \[{n}, {n + 2}\]"):
+        indexer.Add()(batched(n), batched(n + 2), ctx=ctx)
+    x = batched(n + 2)  # an engine's tensor may have room to spare
+    assert torch.equal(bare(indexer.Relu()(x, ctx=ctx)), bare(x).relu())

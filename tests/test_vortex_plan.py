@@ -132,3 +132,116 @@ def test_head_major_transposition() -> None:
     back = torch.empty_like(x)
     chunkwise_hn2nh_transpose(out, back, indptr)
     assert torch.equal(back, x)
+
+
+def unset(world: World) -> Context:
+    """The world's context without outputs: the planner makes them."""
+    ctx = Context()
+    for name, value in vars(world.context()).items():
+        if name not in (*PAGE_LISTS, *WORK_LIST):
+            setattr(ctx, name, value)
+    return ctx
+
+
+def plan(world: World, ctx: Context, lengths: tuple[int, ...]) -> None:
+    plan_decode(torch.tensor(lengths), world.req_to_token, world.req_indices[: len(lengths)], ctx)
+
+
+GROWING = ((7,), (61,), (9, 4), (30, 23, 12), (32, 23, 14), (61, 23, 48))
+
+
+def test_outputs_that_the_planner_made_grow_with_the_requests() -> None:
+    world = World()
+    ctx, made = unset(world), 0
+    for lengths in GROWING:
+        held = {name: getattr(ctx, name) for name in (*PAGE_LISTS, *WORK_LIST)}
+        plan(world, ctx, lengths)
+        fresh = unset(world)
+        plan(world, fresh, lengths)
+        segments, count = len(lengths) * world.heads, int(fresh.winfo_num_workloads)
+        sizes = {"dense_kv_indices": int(fresh.dense_kv_indptr[-1]), "kv_last_page_len": segments}
+        sizes |= {"dense_kv_indptr": segments + 1, "sparse_kv_indptr": segments + 1}
+        sizes |= dict.fromkeys(("winfo_q_indices", "winfo_kv_offsets", "winfo_kv_lens"), count)
+        sizes |= dict.fromkeys(("winfo_num_workloads", "winfo_chunk_size"), 1)
+        for name, size in sizes.items():
+            assert torch.equal(getattr(ctx, name)[:size], getattr(fresh, name)[:size]), (lengths, name)
+        made += sum(getattr(ctx, name) is not tensor for name, tensor in held.items())
+        check_sparse(world, ctx)
+    assert made < 10 * len(GROWING) / 2, "what has room is kept"
+
+
+def check_sparse(world: World, ctx: Context) -> None:
+    """First and last pages of what is attended, of every segment."""
+    for segment in range(ctx.batch_size * world.heads):
+        dense, sparse = (
+            indices[slice(*indptr[segment : segment + 2].tolist())].tolist()
+            for indices, indptr in (
+                (ctx.dense_kv_indices, ctx.dense_kv_indptr),
+                (ctx.sparse_kv_indices, ctx.sparse_kv_indptr),
+            )
+        )
+        if len(sparse) == len(dense):
+            assert sparse == dense
+        else:
+            assert sparse[: world.bos] == dense[: world.bos] and sparse[-world.eos :] == dense[-world.eos :]
+
+
+@pytest.mark.parametrize("name", [*PAGE_LISTS, *WORK_LIST[:3]])
+def test_outputs_of_the_caller_are_never_replaced(name: str) -> None:
+    """Set before or after the planner made the others: too small is an error, large enough stays the same tensor."""
+    for early in (True, False):
+        world = World()
+        ctx, small, large = unset(world), world.ints(2), world.ints(400)
+        if not early:
+            plan(world, ctx, (26, 23))
+        setattr(ctx, name, small)
+        with pytest.raises(OpError, match=rf"{name}: expected room for \d+ elements, received 2"):
+            plan(world, ctx, (61, 23, 48))
+        assert getattr(ctx, name) is small and small.tolist() == [-7, -7]
+        setattr(ctx, name, large)
+        plan(world, ctx, (61, 23, 48))
+        assert getattr(ctx, name) is large and set(large[:2].tolist()) != {-7}
+
+
+WRONG_LENGTHS = {
+    "negative length": ((61, -1, 48), None, r"lengths in \[0, 61\] .* received length -1 in row 2"),
+    "longer than the table is wide": ((62, 23, 48), None, r"lengths in \[0, 61\] .* received length 62 in row 4"),
+    "no such row": ((61, 23, 48), (4, 6, 0), r"rows in \[0, 6\) .* received length 23 in row 6"),
+    "negative row": ((61, 23, 48), (4, 2, -1), r"rows in \[0, 6\) .* received length 48 in row -1"),
+    "more lengths": ((61, 23, 48), (4, 2), "a row of req_to_token for each of 3 lengths, received 2"),
+    "fewer lengths": ((61, 23), None, "a row of req_to_token for each of 2 lengths, received 3"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_LENGTHS)
+def test_lengths_and_rows_that_the_table_does_not_hold(case: str) -> None:
+    lengths, rows, says = WRONG_LENGTHS[case]
+    world = World()
+    if rows is not None:
+        world.req_indices = torch.tensor(rows)
+    lens, table, ctx = torch.tensor(lengths, dtype=torch.int32), (world.req_to_token, world.req_indices), world.ctx
+    lists, winfo = ([getattr(ctx, name) for name in names] for names in (PAGE_LISTS, WORK_LIST))
+    geometry = world.page_size, world.heads, world.topk, world.bos, world.eos, world.max_chunk
+    out = [world.ints(200) for _ in range(6)]
+    calls = (
+        lambda: world.plan(lengths),
+        lambda: plan_decode(lens, *table, unset(world)),
+        lambda: sglang_plan_decode(lens, *lists, *table, *winfo, *geometry),
+        lambda: sglang_plan_prefill(lens, out[0], out[1], lens.abs(), *out[2:5], *table, out[5], 5, 5),
+    )
+    for call in calls:
+        with pytest.raises(OpError, match=says) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    for tensor in (*lists, *winfo, *out):
+        assert set(tensor.tolist()) == {-7}
+
+
+@pytest.mark.parametrize("new", [(4, -1, 3), (4, 1), (4, 1, 3, 2)])
+def test_new_tokens_of_a_prefill(new: tuple[int, ...]) -> None:
+    world = World()
+    out = [world.ints(200) for _ in range(6)]
+    lens, table = torch.tensor(world.lengths), (world.req_to_token, world.req_indices)
+    with pytest.raises(OpError, match=r"input_seq_lens: expected 3 numbers >= 0, received \["):
+        sglang_plan_prefill(lens, out[0], out[1], torch.tensor(new), *out[2:5], *table, out[5], 5, 5)
+    assert all(set(tensor.tolist()) == {-7} for tensor in out)
