@@ -27,6 +27,9 @@ QUICK = (
     "a fork shares the state rows of its source",
     "a request is resumed into the wrong blocks",
     "prompt queries see later tokens",
+    "rebasing leaves the last page out",
+    "a preempted request forgets the queries that do not count yet",
+    "a window keeps no queries for a crop",
 )
 
 

@@ -10,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from kvsieve.backends import backend_names, get_backend
+from kvsieve.backends.base import Selection
 from kvsieve.backends.eager import EagerBackend, EagerFlow
+from kvsieve.backends.forwarding import ForwardingBackend
 from kvsieve.cli import main
 from kvsieve.errors import FlowError, Location, NotCroppable, OutOfPages, UnknownName
 from kvsieve.flow import load_flow
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.table import RequestTables
+from kvsieve.plan import Quota
 from kvsieve.verify import Fault, assert_flow_correct, verify_flow
 from kvsieve.verify.programs import fault_of, fuzz, random_program, run_program, shrink
 from kvsieve.verify.suite import CHECKS
@@ -92,6 +96,25 @@ def test_a_wrong_reduction_axis_in_summaries_is_named() -> None:
     report = verify_flow(QUEST, QUICK, backend=WrongSummary())
     assert not report.passed
     assert "FAILED ties: summary of layer 0 request 0 KV head 0 page 0 k_max: element [" in report.text()
+
+
+class CoarseKeys(ForwardingBackend):
+    """Ranks windows of more than 512 pages by keys without their low eight bits."""
+
+    def select(self, scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
+        if scores is not None and scores.shape[-1] > 512:
+            bits = scores.contiguous().view(torch.int32) & ~0xFF
+            scores = torch.where(torch.isfinite(scores), bits.view(torch.float32), scores)
+        return super().select(scores, quota, heads)
+
+
+@pytest.mark.parametrize("name", backend_names())
+def test_coarse_keys_are_found_where_windows_are_long(name: str) -> None:
+    (check,) = (check for check in CHECKS if check.name == "order")
+    inner = get_backend(name)
+    assert verify_flow(QUEST, [check], backend=ForwardingBackend(inner)).passed
+    report = verify_flow(QUEST, [check], backend=CoarseKeys(inner))
+    assert not report.passed and "FAILED order: selection of request 0 head 0: pages [" in report.text()
 
 
 def test_assert_flow_correct(mine: str) -> None:
