@@ -15,6 +15,8 @@ from kvsieve.flow import Flow, PageFields, build_flow, list_flows
 from kvsieve.reference import ReferenceSegment
 from kvsieve.runtime import Runtime
 from kvsieve.verify import verify_flow
+from kvsieve.verify.accumulator import run_accumulator
+from kvsieve.verify.accumulator_options import AccumulatorOptions
 from kvsieve.verify.checks import Numbers
 from kvsieve.verify.data import BulkData, LayerShape, PlantedData
 from kvsieve.verify.report import FlowReport
@@ -169,3 +171,22 @@ def test_the_verdict() -> None:
 def verdict(dtype: torch.dtype, checks: list[Check]) -> FlowReport:
     with default_dtype(dtype):
         return verify_flow(MadeNumbers(), checks)
+
+
+def test_the_verdict_in_transformers() -> None:
+    pytest.importorskip("transformers")
+    from kvsieve.verify.transformers import TRANSFORMERS
+
+    with default_dtype(torch.bfloat16):
+        report = verify_flow("gqa_quest_sparse_attention", TRANSFORMERS)
+    assert report.passed, report.text()
+
+
+def test_the_accumulator_report() -> None:
+    """The harness draws its windows, finds the recurrence and reports the same numbers."""
+    options = AccumulatorOptions(seq_len=48, steps=12, head_dim=20, topk=8)
+    reports = []
+    for dtype in (torch.float32, *OTHER):
+        with default_dtype(dtype):
+            reports.append(run_accumulator(build_flow("gqa_h2o_token_sparse_attention"), options).as_json())
+    assert reports[0] == reports[1] == reports[2]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from kvsieve.budget import Budget
+from kvsieve.dtypes import default_dtype
 from kvsieve.verify.checks import Numbers, compare
 from kvsieve.verify.poison import poisoned_pools
 from kvsieve.verify.subject import Subject
@@ -46,7 +47,7 @@ def tiny_model(family: str) -> Any:
     """A model with random weights, large enough for attention to matter."""
     import transformers
 
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), default_dtype(torch.float32):
         torch.manual_seed(0)
         config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family])
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
