@@ -13,6 +13,7 @@ from kvsieve.budget import Budget
 from kvsieve.dtypes import default_dtype
 from kvsieve.flow import Flow, PageFields, build_flow, list_flows
 from kvsieve.reference import ReferenceSegment
+from kvsieve.retention import KEEP, Evict, Retention
 from kvsieve.runtime import Runtime
 from kvsieve.verify import verify_flow
 from kvsieve.verify.accumulator import run_accumulator
@@ -35,7 +36,9 @@ def restored() -> Iterator[None]:
     torch.set_default_dtype(before)
 
 
-def life(build: Callable[[], Flow], backend: str, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
+def life(
+    build: Callable[[], Flow], backend: str, dtype: torch.dtype, retention: Retention = KEEP
+) -> list[dict[str, torch.Tensor]]:
     """All that prompts in two chunks and sparse steps return, and what the pool holds at the end."""
     data = BulkData(7)
     with default_dtype(torch.float32):
@@ -50,7 +53,13 @@ def life(build: Callable[[], Flow], backend: str, dtype: torch.dtype) -> list[di
     with default_dtype(dtype):
         built = build()
         budget = Budget(2, 1, 1) if built.score else Budget(0, 1, 2)
-        runtime = Runtime(built, budget, page_size=built.page_size or 5, backend=backend)
+        runtime = Runtime(
+            built,
+            budget if retention is KEEP else None,
+            page_size=built.page_size or 5,
+            backend=backend,
+            retention=retention,
+        )
         requests, seen = [runtime.admit() for _ in LENGTHS], []
         for parts in draws:
             counts = [len(q) for q, _, _ in parts]
@@ -104,6 +113,14 @@ def same(expected: list[dict[str, torch.Tensor]], others: list[list[dict[str, to
 def _bits(value: torch.Tensor) -> torch.Tensor:
     """NaN equals itself where bits are compared."""
     return value.contiguous().flatten().view(torch.uint8)
+
+
+@pytest.mark.parametrize("flow", ["h2o", "tova"])
+def test_eviction(flow: str) -> None:
+    expected, *received = (
+        life(lambda: build_flow(flow), "eager", dtype, Evict(20, 2, 5)) for dtype in (torch.float32, *OTHER)
+    )
+    same(expected, received)
 
 
 class MadeNumbers(Flow):
