@@ -52,8 +52,9 @@ class PageField(SegmentTensor):
         """The value [1, r, c]."""
         if self.value is None:
             raise OpError(
-                f"forward_cache: reads {self.name} before it writes it: in the pool that is what the page's former "
-                "owner left there; write it first, or compute it in forward_indexer"
+                "forward_cache",
+                f"reads {self.name} before it writes it: in the pool that is what the page's former owner left there",
+                "write it first, or compute it in forward_indexer",
             )
         return self.value
 
@@ -81,7 +82,7 @@ class StoredTokens(SegmentTensor):
     """K or V of a page, which no op may write."""
 
     def assign(self, value: torch.Tensor) -> None:
-        raise OpError(f"forward_cache: writes {self.name}, the stored tokens; expected a field of create_cache")
+        raise OpError("forward_cache", f"writes {self.name}, the stored tokens", "write to a field of create_cache")
 
 
 def stored_name(name: str) -> str:
@@ -89,16 +90,24 @@ def stored_name(name: str) -> str:
     return name if name.isidentifier() and name not in RESERVED else f"field_{re.sub(r'[^0-9A-Za-z_]', '_', name)}"
 
 
-def cache_of_page(k: torch.Tensor, v: torch.Tensor, shapes: Shapes) -> dict[str, SegmentTensor]:
+class Cache(dict[str, SegmentTensor]):
+    """Fields by name, ``k`` and ``v`` among them."""
+
+    def __missing__(self, name: str) -> SegmentTensor:
+        problem = f"expected a field of create_cache, k or v, received {name!r}"
+        raise OpError("cache", problem, f"declare it, or use one of {', '.join(sorted(self))}")
+
+
+def cache_of_page(k: torch.Tensor, v: torch.Tensor, shapes: Shapes) -> Cache:
     """The cache that ``forward_cache`` sees: k [p, D], v [p, Dv], and empty fields."""
     tokens = {name: StoredTokens(x[None], FORMAT.PAGED, name) for name, x in (("k", k), ("v", v))}
-    return {**{name: PageField(name, shape) for name, shape in shapes.items()}, **tokens}
+    return Cache({**{name: PageField(name, shape) for name, shape in shapes.items()}, **tokens})
 
 
-def cache_of_window(pages: Mapping[str, torch.Tensor], shapes: Shapes) -> dict[str, SegmentTensor]:
+def cache_of_window(pages: Mapping[str, torch.Tensor], shapes: Shapes) -> Cache:
     """The cache that ``forward_indexer`` sees. A field that nothing ever writes is 0, as in a fresh pool."""
     width, like, known = pages["position"].shape[0], pages["position"], set(pages)
-    cache = {name: SegmentTensor(pages[name], FORMAT.PAGED, name) for name in ("k", "v")}
+    cache = Cache({name: SegmentTensor(pages[name], FORMAT.PAGED, name) for name in ("k", "v")})
     for name, shape in shapes.items():
         zero = torch.zeros(1, *shape, dtype=like.dtype, device=like.device) if stored_name(name) not in known else None
         data = pages[stored_name(name)] if zero is None else zero.expand(width, *shape)
@@ -125,10 +134,9 @@ def analyse(get: Get, name: str, page_size: int | None) -> Analysis:
         equal_widths = True
         try:
             page, saved = run_methods(flow, shapes, size, (head_dim, head_dim))
-        except KvsieveError:
-            raise
         except Exception as error:
-            raise ConfigError(f"vFlow {name}: {_line(error)}{type(error).__name__}: {error}") from error
+            kind = "" if isinstance(error, KvsieveError) else f"{type(error).__name__}: "
+            raise ConfigError(f"vFlow {name}: {_line(error)}{kind}{error}") from error
     fields = {key: field for key, field in page.items() if isinstance(field, PageField)}
     for key in saved:
         _check_saved(name, key, fields)
@@ -138,9 +146,7 @@ def analyse(get: Get, name: str, page_size: int | None) -> Analysis:
     )
 
 
-def run_methods(
-    flow: Any, shapes: Shapes, page_size: int, widths: tuple[int, int]
-) -> tuple[dict[str, SegmentTensor], list[str]]:
+def run_methods(flow: Any, shapes: Shapes, page_size: int, widths: tuple[int, int]) -> tuple[Cache, list[str]]:
     """Both methods once, for keys and values of these widths: the cache after ``forward_cache``, and what is saved."""
     tokens = [torch.zeros(page_size, width) for width in widths]
     page = cache_of_page(tokens[0], tokens[1], shapes)
@@ -183,14 +189,14 @@ def saved_fields(flow: Any, shapes: Shapes, page_size: int, widths: tuple[int, i
     query, out = SegmentTensor(q, FORMAT.BATCHED), SegmentTensor(o, FORMAT.RAGGED)
     flow.forward_indexer(query, out, cache_of_window(pages, shapes), ctx)
     if ctx.scores is None:
-        raise OpError("forward_indexer: expected a final topK(score, o), received none; add it")
+        raise OpError("forward_indexer", "expected a final topK(score, o), received none", "add it")
     return sorted(ctx.saved)
 
 
 def _line(error: Exception) -> str:
-    """``file:line: `` of the innermost frame outside this package; empty if there is none."""
-    here = str(Path(__file__).parents[1])
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(here)]
+    """``file:line: `` of the innermost frame outside this package and torch; empty if there is none."""
+    others = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(others)]
     return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
 
 
