@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from kvsieve.compat.vortex.core.analysis import analyse
 from kvsieve.compat.vortex.core.errors import OpError
-from kvsieve.compat.vortex.core.fields import analyse, cache_of_page, cache_of_window, stored_name
+from kvsieve.compat.vortex.core.fields import cache_of_page, cache_of_window, stored_name
 from kvsieve.compat.vortex.core.formats import FORMAT
 from kvsieve.compat.vortex.core.segment import SegmentContext, SegmentTensor
 from kvsieve.compat.vortex.flow import registry

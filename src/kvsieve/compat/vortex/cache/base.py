@@ -11,8 +11,8 @@ from kvsieve.compat.vortex.abs.tensor import FORMAT, as_vtensor, plain, vTensor
 from kvsieve.compat.vortex.core import checks
 from kvsieve.compat.vortex.core.errors import OpError, described
 from kvsieve.compat.vortex.core.kernels import Gathered, compute
-from kvsieve.compat.vortex.core.ops import NAMES, RowOp, bf16
 from kvsieve.compat.vortex.core.pages import Completed
+from kvsieve.compat.vortex.core.row_op import NAMES, RowOp, bf16
 from kvsieve.compat.vortex.core.segment import SegmentTensor, segment_tensor
 from kvsieve.compat.vortex.core.step import number
 

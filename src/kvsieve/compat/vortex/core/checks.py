@@ -9,7 +9,7 @@ import torch
 
 from kvsieve.compat.vortex.abs.tensor import FORMAT, as_vtensor, vTensor
 from kvsieve.compat.vortex.core.errors import OpError
-from kvsieve.compat.vortex.core.ops import Inner
+from kvsieve.compat.vortex.core.row_op import Inner
 
 MEANT = {
     FORMAT.BATCHED: "q or what is made of q alone",

@@ -8,7 +8,7 @@ from kvsieve.compat.vortex.abs.op import vOp
 from kvsieve.compat.vortex.abs.tensor import FORMAT, as_vtensor, plain, vTensor
 from kvsieve.compat.vortex.core import checks
 from kvsieve.compat.vortex.core.kernels import Gathered, compute, widened
-from kvsieve.compat.vortex.core.ops import NAMES, RowOp, bf16
+from kvsieve.compat.vortex.core.row_op import NAMES, RowOp, bf16
 from kvsieve.compat.vortex.core.segment import SegmentTensor, segment_tensor
 from kvsieve.compat.vortex.core.step import listing_rows, number, rows_of, work_of
 

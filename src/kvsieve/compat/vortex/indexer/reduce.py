@@ -9,6 +9,7 @@ import torch
 from kvsieve.compat.vortex.abs.tensor import FORMAT, as_vtensor, plain, vTensor
 from kvsieve.compat.vortex.core import catalogue, checks, maths, ops
 from kvsieve.compat.vortex.core.kernels import over_windows
+from kvsieve.compat.vortex.core.row_op import Inner
 from kvsieve.compat.vortex.core.step import segments_of, windows_of
 from kvsieve.compat.vortex.core.work import Windows
 from kvsieve.compat.vortex.indexer.base import IndexerOp
@@ -23,7 +24,7 @@ class Reduce(ops.Reduce, IndexerOp):
 
     dims = (0, 1, 2)
 
-    def result_shape(self, *shapes: ops.Inner) -> ops.Inner:
+    def result_shape(self, *shapes: Inner) -> Inner:
         return shapes[0] if self.dim == 0 else super().result_shape(*shapes)
 
     def execute(self, *operands: Any, ctx: Any = None, **named: Any) -> vTensor:

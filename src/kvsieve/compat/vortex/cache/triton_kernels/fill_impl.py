@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from kvsieve.compat.vortex.abs.tensor import plain
-from kvsieve.compat.vortex.core.ops import bf16
 from kvsieve.compat.vortex.core.pages import Completed
+from kvsieve.compat.vortex.core.row_op import bf16
 from kvsieve.compat.vortex.core.step import number
 
 

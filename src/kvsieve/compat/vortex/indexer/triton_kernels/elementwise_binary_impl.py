@@ -8,7 +8,7 @@ import torch
 
 from kvsieve.compat.vortex.core.checks import member
 from kvsieve.compat.vortex.core.maths import BINARY
-from kvsieve.compat.vortex.core.ops import bf16
+from kvsieve.compat.vortex.core.row_op import bf16
 from kvsieve.compat.vortex.core.step import required, winfo_of
 from kvsieve.compat.vortex.indexer.triton_kernels._rows import batched, listed, paged, run
 from kvsieve.compat.vortex.utils import ElementwiseBinaryOpType

@@ -8,7 +8,7 @@ import torch
 
 from kvsieve.compat.vortex.core.checks import member
 from kvsieve.compat.vortex.core.maths import UNARY
-from kvsieve.compat.vortex.core.ops import bf16
+from kvsieve.compat.vortex.core.row_op import bf16
 from kvsieve.compat.vortex.core.step import winfo_of
 from kvsieve.compat.vortex.indexer.triton_kernels._rows import listed, run
 from kvsieve.compat.vortex.utils import ElementwiseOpType
