@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -31,11 +32,11 @@ class vFlow(ABC):
 
     @abstractmethod
     def forward_cache(self, cache: Mapping[str, Any], loc: torch.Tensor, ctx: Any) -> None:
-        """Fill the fields of the pages that the tokens in slots ``loc`` complete."""
+        """Fill the fields of the pages that the tokens in slots ``loc`` [n] (int64) complete."""
 
     @abstractmethod
     def forward_indexer(self, q: Any, o: Any, cache: Mapping[str, Any], ctx: Any) -> None:
-        """Score the window's pages for ``q`` and end with ``topK(score, o)``."""
+        """Score the window's pages for ``q`` and end with ``topK(score, o)``: score [S, 1, 1], o [S, 1, 1] int32."""
 
     def get_cache_meta_info(self, page_size: int, head_dim: int) -> dict[str, tuple[int, int]]:
         """All fields: those of :meth:`create_cache`, which is called each time, and ``k`` and ``v``."""
@@ -85,4 +86,4 @@ def _is_shape(value: Any) -> bool:
     """Two whole numbers from 1 on."""
     if not isinstance(value, (tuple, list, torch.Size)) or len(value) != 2:
         return False
-    return all(isinstance(size, int) and size >= 1 for size in value)
+    return all(isinstance(size, Integral) and int(size) >= 1 for size in value)
