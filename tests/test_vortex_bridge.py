@@ -248,7 +248,30 @@ REFUSED = {
         """,
         "ctx.batch_sizes: not known while a flow is traced",
     ),
-    "reserved name": ("def create_cache(self, page_size, head_dim): return {'k': (1, 1)}", "reserved"),
+    "reserved name": (
+        "def create_cache(self, page_size, head_dim): return {'k': (1, 1)}",
+        "expected fields beside k and v, received k",
+    ),
+    "shapes": (
+        "def create_cache(self, page_size, head_dim): return {'c': head_dim}",
+        r"Mine.create_cache: expected \{name: \(r, c\)\} with r, c >= 1, received \{'c': ",
+    ),
+    "unknown field": (
+        "def forward_indexer(self, q, o, cache, ctx): cache['d']",
+        r"mine.py:17: cache: expected a field of create_cache, k or v, received 'd'. Remedy: .* c, k, s, v",
+    ),
+    "a branch": (
+        """
+        def forward_indexer(self, q, o, cache, ctx):
+            if self.score(q, cache, ctx).sum() > 0:
+                super().forward_indexer(q, o, cache, ctx)
+        """,
+        "mine.py:19: .*expected a flow that does not depend on values, received a branch",
+    ),
+    "a constructor": (
+        "def __init__(self): raise OSError('no disk')",
+        "^flow Mine: .*no disk",
+    ),
     "a mistake": ("def forward_indexer(self, q, o, cache, ctx): q.nothing", r"mine.py:17: AttributeError"),
 }
 

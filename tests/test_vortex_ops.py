@@ -12,9 +12,14 @@ import torch
 import kvsieve.compat.vortex.cache as cache_side
 import kvsieve.compat.vortex.indexer as indexer
 from kvsieve.compat.vortex.abs import as_vtensor
+from kvsieve.compat.vortex.cache.triton_kernels.fill_impl import _fill_p
+from kvsieve.compat.vortex.cache.triton_kernels.reduce_impl import _reduce_pp
 from kvsieve.compat.vortex.core.errors import OpError
 from kvsieve.compat.vortex.extension import topk_output
-from kvsieve.compat.vortex.utils import Mode
+from kvsieve.compat.vortex.indexer.triton_kernels.elementwise_impl import _elementwise_rr
+from kvsieve.compat.vortex.indexer.triton_kernels.reduce_impl import _reduce_rr
+from kvsieve.compat.vortex.indexer.triton_kernels.save_load_impl import _load_pr, _save_rp
+from kvsieve.compat.vortex.utils import UNSET, Mode
 from vortex_world import BATCHED, PAGED, RAGGED, World, bare
 
 F64 = torch.float64
@@ -418,6 +423,25 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
         ),
         r"output: expected inner shape \(1, 3\)",
     ),
+    "loc of two axes": (
+        lambda c: cache_side.Fill()(empty(PAGED, 5, 3), loc=torch.zeros(3, 1, dtype=torch.int64), ctx=c),
+        r"loc: expected token slots \[n\], an integer tensor, received a torch.int64 tensor of shape \[3, 1\]",
+    ),
+    "o": (
+        lambda c: indexer.topK()(empty(RAGGED, 1, 1), empty(PAGED, 1, 1), ctx=c),
+        "o: expected.* received format PAGED",
+    ),
+    "no o": (lambda c: indexer.topK()(empty(RAGGED, 1, 1), None, ctx=c), "o: expected a RAGGED int32 tensor"),
+    "a name": (lambda c: indexer.Relu()(z=empty(RAGGED, 1, 1), ctx=c), "expected operands named x, each once"),
+    "x twice": (
+        lambda c: indexer.Add()(empty(RAGGED, 1, 1), x=empty(RAGGED, 1, 1), ctx=c),
+        "each once, received x=",
+    ),
+    "field first": (
+        lambda c: cache_side.Add()(empty(PAGED, 1, 1), z=empty(PAGED, 1, 1), loc=NO_TOKENS, ctx=c),
+        "expected operands named x and y",
+    ),
+    "alpha": (lambda c: indexer.Add("1"), "Add: expected a number alpha, received '1'"),
     "loc": (lambda c: cache_side.Fill()(empty(PAGED, 5, 3), loc=None, ctx=c), "loc: expected token slots"),
     "interleave": (
         lambda c: cache_side.MeanInterleave(1, 2)(
@@ -431,9 +455,107 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_operands(name: str) -> None:
     call, says = WRONG[name]
-    with pytest.raises(OpError, match=says):
+    with pytest.raises(OpError, match=says) as raised:
         call(profiled())
+    assert "Remedy: " in str(raised.value) and "\n" not in str(raised.value)
     assert issubclass(OpError, AssertionError), "vortex_torch asserts"
+
+
+def executed(**fields: Any) -> indexer.Context:
+    """A planned step of one request, three pages scored of five; ``fields`` are changed afterwards."""
+    ctx = World(lengths=(25,), heads=1, topk=2, bos=1, eos=1).plan()
+    vars(ctx).update(fields)
+    return ctx
+
+
+def pool(**fields: Any) -> cache_side.Context:
+    """The cache side's context, of pages of five tokens and one KV head; ``fields`` are changed afterwards."""
+    ctx = World(heads=1).cache_context(1)
+    vars(ctx).update(fields)
+    return ctx
+
+
+def listed(d0: int, rows: int = 40, dtype: torch.dtype = torch.bfloat16, kind: Any = RAGGED) -> Any:
+    return as_vtensor(torch.zeros(rows, d0, 1, dtype=dtype), kind)
+
+
+WRONG_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
+    "no plan": (
+        lambda: indexer.GeMM()(listed(1), listed(1), ctx=executed(winfo_kv_lens=UNSET)),
+        "ctx.winfo_kv_lens: expected a value, received none. Remedy: call plan_decode first",
+    ),
+    "no page list": (
+        lambda: indexer.Softmax()(listed(1), ctx=executed(dense_kv_indptr=UNSET)),
+        "ctx.dense_kv_indptr: expected a value.*plan_decode",
+    ),
+    "no budget": (lambda: indexer.Softmax()(listed(1), ctx=executed(topk_val=UNSET)), "ctx.topk_val: expected a value"),
+    "half a page": (lambda: indexer.Softmax()(listed(1), ctx=executed(topk_val=2.5)), "a whole number, received 2.5"),
+    "more segments than planned": (
+        lambda: indexer.Softmax()(listed(1), ctx=executed(batch_size=50)),
+        "at least 51 elements, received 5",
+    ),
+    "no pool": (
+        lambda: cache_side.Fill()(listed(1, kind=PAGED), loc=torch.tensor([4]), ctx=pool(head_num=UNSET)),
+        "ctx.head_num: expected a value, received none. Remedy: assign it",
+    ),
+    "slot outside the pool": (
+        lambda: cache_side.Mean()(listed(5, 2, kind=PAGED), None, loc=torch.tensor([49]), ctx=pool()),
+        "Mean: reads or writes a row",
+    ),
+    "o of bfloat16": (
+        lambda: indexer.topK()(listed(1), listed(1), ctx=executed()),
+        "expected sparse_kv_indices of int32 or int64, received torch.bfloat16",
+    ),
+    "short scores": (
+        lambda: indexer.topK()(listed(1, 2), listed(1, dtype=torch.int32), ctx=executed()),
+        "topK: reads or writes a row that a tensor does not have",
+    ),
+    "short pool": (
+        lambda: indexer.Load()(listed(1, 1, kind=PAGED), ctx=executed(dense_kv_indices=torch.full((9,), 7))),
+        "Load: reads or writes a row",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_STEPS)
+def test_wrong_steps(name: str) -> None:
+    """What only execution can see: no plan, numbers that nobody set, tensors of too few rows."""
+    call, says = WRONG_STEPS[name]
+    with pytest.raises(OpError, match=says) as raised:
+        call()
+    assert "Remedy: " in str(raised.value)
+
+
+WORK = torch.tensor([0]), torch.tensor([4]), torch.tensor([1]), 4
+PLACES = torch.arange(4, dtype=torch.int32)
+
+
+def tall(d0: int = 1) -> torch.Tensor:
+    return torch.zeros(4, d0, 1)
+
+
+WRONG_LOOSE: dict[str, tuple[Callable[[], Any], str]] = {
+    "op type": (lambda: _elementwise_rr(tall(), tall(), *WORK, "reluu"), "received 'reluu'.*members are Relu, Sigmoid"),
+    "reduction": (lambda: _reduce_rr(tall(), tall(), 1, 99, *WORK), "expected a ReduceType, received 99"),
+    "over the pages": (lambda: _reduce_rr(tall(), tall(), 0, 1, *WORK), "expected dim 1 or 2, received 0"),
+    "cache reduction": (
+        lambda: _reduce_pp(tall(), tall(), torch.arange(2), 1, 1, 0, 1),
+        "expected dim 1 or 2, received 0",
+    ),
+    "rank": (lambda: _elementwise_rr(torch.zeros(4), tall(), *WORK, "relu"), r"\[L, D0, D1\], received shape \[4\]"),
+    "result": (lambda: _elementwise_rr(tall(1), tall(2), *WORK, "relu"), r"room for rows \(1, 1\), received \(2, 1\)"),
+    "saved": (lambda: _save_rp(tall(1), tall(2), PLACES, *WORK), r"room for rows \(1, 1\), received \(2, 1\)"),
+    "loaded": (lambda: _load_pr(tall(1), tall(2), PLACES, *WORK), r"room for rows \(1, 1\), received \(2, 1\)"),
+    "page size": (lambda: _fill_p(tall(), torch.arange(2), 1, 0, 0.0), "expected page_size and KV heads of at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_LOOSE)
+def test_wrong_loose_arguments(name: str) -> None:
+    """A result that would be repeated to fill a larger row, among others, is refused and not written."""
+    call, says = WRONG_LOOSE[name]
+    with pytest.raises(OpError, match=says):
+        call()
 
 
 def test_modes() -> None:

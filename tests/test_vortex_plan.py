@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from kvsieve.compat.vortex.indexer.utils_sglang import (
     chunkwise_nh2hn_transpose,
     plan_decode,
 )
+from kvsieve.compat.vortex.utils import UNSET
 from vortex_world import World
 
 WORLDS = (
@@ -96,6 +99,34 @@ def test_too_small_outputs_change_nothing() -> None:
     with pytest.raises(OpError, match=r"winfo_kv_lens: expected room for \d+ elements, received 3"):
         world.plan()
     assert set(world.ctx.dense_kv_indptr.tolist()) == {-7}
+
+
+WRONG_PLANS: dict[str, tuple[dict[str, Any], str]] = {
+    "topk": ({"topk_val": -1}, "plan_decode: topk_val: expected at least 0, received -1"),
+    "heads": ({"num_kv_heads": 0}, "plan_decode: num_kv_heads: expected at least 1"),
+    "unset": ({"page_reserved_eos": UNSET}, "ctx.page_reserved_eos: expected a value, received none"),
+    "fraction": ({"topk_val": 2.5}, "ctx.topk_val: expected a whole number, received 2.5"),
+    "list": (
+        {"cached_seq_lens": [9, 12]},
+        r"cached_seq_lens: expected an integer tensor.*received \[9, 12\]",
+    ),
+    "one axis": ({"req_to_token": torch.arange(9)}, "req_to_token: expected an integer tensor of 2 axes"),
+    "too few rows": ({"req_indices": torch.tensor([0])}, "a row of req_to_token for each of 2 lengths, received 1"),
+    "no such row": ({"req_indices": torch.tensor([0, 9])}, "received length 12 in row 9"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PLANS)
+def test_wrong_plans(name: str) -> None:
+    """Named as the context and the arguments are, with a remedy."""
+    changes, says = WRONG_PLANS[name]
+    ctx, table = World().context(), torch.arange(60, dtype=torch.int32).view(3, 20)
+    arguments = {"cached_seq_lens": torch.tensor([9, 12]), "req_to_token": table, "req_indices": torch.tensor([0, 1])}
+    arguments |= {key: value for key, value in changes.items() if key in arguments}
+    vars(ctx).update({key: value for key, value in changes.items() if key not in arguments})
+    with pytest.raises(OpError, match=says) as raised:
+        plan_decode(**arguments, ctx=ctx)
+    assert "Remedy: " in str(raised.value)
 
 
 def test_numbers_out_of_range() -> None:

@@ -110,6 +110,8 @@ def test_the_runner(tmp_path: Path) -> None:
 def test_the_runner_without_a_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main([]) == 2 and "usage" in capsys.readouterr().err
     assert main([str(tmp_path / "none.py")]) == 2 and "no such script" in capsys.readouterr().err
+    assert main(["--device", "cpu"]) == 2
+    assert "--device: no such script; expected a Python file, then its arguments" in capsys.readouterr().err
     assert main(["--help"]) == 0 and "SCRIPT" in capsys.readouterr().out
 
 

@@ -193,7 +193,7 @@ class Call:
         """Count the queries of earlier calls that were kept because a crop could have taken them back."""
         for place, (request, mass) in enumerate(zip(self.requests, self.masses, strict=True)):
             if mass.committed is not None:
-                rows = layer.queries.take(request, mass.surviving)[-mass.committed.rows :]
+                rows = layer.queries.first(request, mass.surviving)[-mass.committed.rows :]
                 self._count_queries(layer.pool, plan.before(place), rows, mass.committed, options)
 
     def _count_new(self, layer: Layer, q: torch.Tensor, plan: Plan, options: AttentionOptions) -> None:

@@ -178,14 +178,19 @@ def load_flow(spec: str, **arguments: Any) -> Flow:
     return instantiate(classes[class_name], arguments)
 
 
+def shown_parameters(signature: inspect.Signature) -> str:
+    """A constructor's parameters as its source shows them: ``(decay: float = 0.9)``."""
+    parameters = ", ".join(str(parameter).replace("'", "") for parameter in signature.parameters.values())
+    return f"({parameters})"
+
+
 def instantiate(cls: type[Flow], arguments: Mapping[str, Any]) -> Flow:
     """Call a flow's constructor; a wrong argument becomes one clear :class:`ConfigError`."""
     signature, flow = inspect.signature(cls), f"flow {cls.name or cls.__name__}"
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        parameters = ", ".join(str(parameter).replace("'", "") for parameter in signature.parameters.values())
-        raise ConfigError(f"{flow}: {error}; its arguments are ({parameters})") from None
+        raise ConfigError(f"{flow}: {error}; its arguments are {shown_parameters(signature)}") from None
     for key, value in arguments.items():
         if isinstance(value, float) and math.isnan(value):
             raise ConfigError(f"{flow}: {key}: expected a number, received NaN")

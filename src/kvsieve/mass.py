@@ -136,22 +136,20 @@ class MassLedger:
     def call(self, mass: AttentionMass, start: int, count: int, decode: bool, croppable: int) -> RequestMass:
         """Account for a call of ``count`` queries from position ``start``; ``croppable``: so many can be taken back."""
         surviving, window = self.pending, mass.window
-        if decode or window is None:
-            rows = surviving if window is None else min(window, surviving)
-            committed = self._update(mass, rows, start - rows) if rows else None
-            self.pending = 0
-            scale = mass.factor**self.age
-            if decode:
-                counted = self._update(mass, 1, start) if mass.update == "steps" else None
-            elif mass.seed == "none":
-                counted = None
-            elif count > croppable:
+        if window is not None and not decode:  # which queries are the last ones is known when the prompt has ended
+            self.pending = min(surviving + count, window + croppable)
+            return RequestMass(surviving, kept=self.pending)
+        rows = surviving if window is None else min(window, surviving)
+        committed = self._update(mass, rows, start - rows) if rows else None
+        self.pending, scale, counted = 0, mass.factor**self.age, None
+        if decode and mass.update == "steps":
+            counted = self._update(mass, 1, start)
+        elif not decode and mass.seed != "none":
+            if count > croppable:
                 counted = self._update(mass, count, start)
             else:
-                counted, self.pending = None, count
-            return RequestMass(surviving, committed, scale, counted, self.pending)
-        self.pending = min(surviving + count, window + croppable)
-        return RequestMass(surviving, kept=self.pending)
+                self.pending = count
+        return RequestMass(surviving, committed, scale, counted, self.pending)
 
     def crop(self, removed: int) -> None:
         """The last ``removed`` tokens of the request are taken back."""

@@ -79,6 +79,12 @@ def resolve_model(name: str) -> tuple[str, bool]:
     return name, False
 
 
+def positions_of(model: Any) -> int | None:
+    """Tokens that a model's position encoding covers; None if its configuration does not say."""
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return limit
+
+
 def require(*packages: str) -> None:
     """Refuse to go on without the packages of the ``hf`` extra.
 

@@ -13,7 +13,7 @@ from kvsieve.budget import Budget
 from kvsieve.cli.terminal import progress_bar
 from kvsieve.errors import ConfigError
 from kvsieve.flow import Flow, flow_name
-from kvsieve.models import IMPLEMENTATION
+from kvsieve.models import IMPLEMENTATION, positions_of
 from kvsieve.retention import KEEP, Retention
 
 
@@ -90,7 +90,7 @@ def prepare(model: Any, tokenizer: Any, text: str, max_new_tokens: int) -> Setup
     encoded = tokenizer(text, return_tensors="pt")
     inputs = {name: encoded[name].to(model.device) for name in ("input_ids", "attention_mask")}
     length = inputs["input_ids"].shape[1]
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = positions_of(model)
     if limit is not None and length + max_new_tokens > limit:
         raise ConfigError(
             f"the prompt has {length} tokens: with {max_new_tokens} new ones expected at most {limit}, the model's "

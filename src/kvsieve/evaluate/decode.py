@@ -6,6 +6,7 @@ import gc
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,14 @@ from kvsieve.budget import Budget
 from kvsieve.evaluate.choosers import at_random, oracle
 from kvsieve.evaluate.contenders import ORACLE, RANDOM, RECENT_FLOW, Contender
 from kvsieve.evaluate.coverage import Coverage
-from kvsieve.evaluate.probe import Probe, Step
+from kvsieve.evaluate.probe import Chooser, Probe, Step
 from kvsieve.evaluate.tasks import Sample
 from kvsieve.flow import Flow
 from kvsieve.flows.mass_alone import MassAlone, twin_budget
 from kvsieve.retention import Evict
+
+LayerChooser = Callable[[Callable[[Step], int]], Chooser]
+"""Makes a chooser, given how a step's layer is found."""
 
 
 @dataclass(frozen=True)
@@ -73,22 +77,9 @@ class Batch:
         flow = contender.build()
         if contender.evicts:
             return self._run_evicting(flow, tokens)
-        budget = contender.budget(flow, tokens)
         coverage = Coverage(Budget.tokens(tokens, contender.page_size), len(self.samples))
-        layer_of: Callable[[Step], int] = lambda step: layers[id(step.pool)]  # noqa: E731
-        choose = None
-        if contender.rule == ORACLE:
-            choose = oracle(coverage.budget)
-        elif contender.rule == RANDOM:
-            salts = [salt ^ tokens for salt in self._salts]
-            choose = at_random(coverage.budget, lambda: [salts[row] for row in coverage.active], layer_of)
-
-        def observe(step: Step, selection: Selection) -> None:
-            coverage.add(layer_of(step), step, selection)
-
-        backend = Probe(get_backend(self.backend), observe, choose)
-        cache = self._start(flow, budget, contender.page_size, backend)
-        layers = {id(layer.pool): index for index, layer in cache.runtime.layers.items()}
+        choose = self._chooser(contender.rule, tokens, coverage)
+        cache = self._watched(flow, contender.budget(flow, tokens), contender.page_size, coverage, choose)
         with torch.inference_mode():
             logprobs, best = self._decode(cache, coverage)
         return self._outcomes(logprobs.tolist(), best.tolist(), cache.stats, coverage)
@@ -103,15 +94,36 @@ class Batch:
         self._prefill(cache)
         with torch.inference_mode():
             logprobs, best = self._decode(cache, coverage)
-
-        def observe(step: Step, selection: Selection) -> None:
-            coverage.add(layers[id(step.pool)], step, selection)
-
-        kept = self._start(MassAlone(flow.mass), twin_budget(retention), 1, Probe(get_backend(self.backend), observe))
-        layers = {id(layer.pool): index for index, layer in kept.runtime.layers.items()}
+        kept = self._watched(MassAlone(flow.mass), twin_budget(retention), 1, coverage)
         with torch.inference_mode():
             self._decode(kept, coverage)
         return self._outcomes(logprobs.tolist(), best.tolist(), cache.stats, coverage)
+
+    def _watched(
+        self, flow: Flow, budget: Budget, page_size: int, coverage: Coverage, choose: LayerChooser | None = None
+    ) -> Any:
+        """A cache of the prefixes whose decode steps are counted; ``choose`` selects in the flow's place."""
+        layers: dict[int, int] = {}  # by the id of a layer's pool, known once the cache is there
+
+        def layer_of(step: Step) -> int:
+            return layers[id(step.pool)]
+
+        def observe(step: Step, selection: Selection) -> None:
+            coverage.add(layer_of(step), step, selection)
+
+        probe = Probe(get_backend(self.backend), observe, choose(layer_of) if choose is not None else None)
+        cache = self._start(flow, budget, page_size, probe)
+        layers |= {id(layer.pool): index for index, layer in cache.runtime.layers.items()}
+        return cache
+
+    def _chooser(self, rule: str, tokens: int, coverage: Coverage) -> LayerChooser | None:
+        """What selects for the references that need it."""
+        if rule == ORACLE:
+            return lambda layer_of: oracle(coverage.budget)
+        if rule == RANDOM:
+            salts = [salt ^ tokens for salt in self._salts]
+            return partial(at_random, coverage.budget, lambda: [salts[row] for row in coverage.active])
+        return None
 
     def _start(self, flow: Flow, budget: Budget, page_size: int, backend: Any) -> Any:
         """A cache that holds the prefixes: a copy of the dense ones, unless the flow must see the prompt's queries."""

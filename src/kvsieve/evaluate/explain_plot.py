@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from kvsieve.errors import ConfigError
-from kvsieve.evaluate.trace import Loss, Trace
+from kvsieve.evaluate.trace import Loss, Trace, captured
 from kvsieve.verify.plots import new_figure, save
 
 FLOOR = 1e-4
+"""Shares of the attention below it are drawn alike."""
+LOWEST = math.log10(FLOOR)
 
 
 def choose_segments(trace: Trace, layers: Sequence[int], heads: Sequence[int]) -> list[tuple[int, int]]:
@@ -41,10 +44,9 @@ def plot_trace(trace: Trace, segments: Sequence[tuple[int, int]], path: Path) ->
         place = trace.layers.index(layer), head
         mass, kept = trace.mass[place], trace.kept[place]
         line[0].imshow(kept.numpy(), aspect="auto", cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
-        line[0].set_title(f"layer {layer}, KV head {head}: pages kept ({_captured(mass, kept):.1%} of the attention)")
-        shown = line[1].imshow(
-            mass.clamp(min=FLOOR).log10().numpy(), aspect="auto", cmap="magma", vmin=-4, vmax=0, interpolation="nearest"
-        )
+        line[0].set_title(f"layer {layer}, KV head {head}: pages kept ({captured(mass, kept):.1%} of the attention)")
+        levels = mass.clamp(min=FLOOR).log10().numpy()
+        shown = line[1].imshow(levels, aspect="auto", cmap="magma", vmin=LOWEST, vmax=0, interpolation="nearest")
         line[1].set_title("exact attention per page; rings: most attended page not kept, from 5% on")
         lost = torch.where(kept, 0.0, mass).max(1)
         steps = [step for step in range(trace.steps) if lost.values[step] >= 0.05]
@@ -53,7 +55,3 @@ def plot_trace(trace: Trace, segments: Sequence[tuple[int, int]], path: Path) ->
         for axis in line:
             axis.set(xlabel=f"page of {trace.page_size} tokens", ylabel="decode step")
     save(figure, path)
-
-
-def _captured(mass: torch.Tensor, kept: torch.Tensor) -> float:
-    return float(torch.where(kept, mass, 0.0).sum() / mass.sum())

@@ -11,7 +11,7 @@ from kvsieve.evaluate.cells import COLUMNS, LEGEND, cells, heading
 from kvsieve.evaluate.chart import BOTTOM, LEFT, RIGHT, TOP, Line, Mark, chart, heat_map, swatch
 from kvsieve.evaluate.contenders import DENSE, ORACLE, RANDOM, RECENT
 from kvsieve.evaluate.page import page, table, write_file
-from kvsieve.evaluate.summary import Map, Row, Summary
+from kvsieve.evaluate.summary import Row, Summary, mean_map, mean_of
 from kvsieve.evaluate.tasks import TASKS
 
 STYLES = {DENSE: "ref-dense", ORACLE: "ref-oracle", RANDOM: "ref-random", RECENT: "ref-recent"}
@@ -120,14 +120,9 @@ def _maps(summary: Summary) -> str:
         for who in summary.wish.contenders:
             rows = [r for r in summary.rows if (r.context, r.tokens, r.contender) == (context, tokens, who.name)]
             if rows and who.rule != DENSE:
-                window = _mean([row.maps["window"] for row in rows])
-                share = sum(map(sum, window)) / sum(map(len, window))
-                maps.append(heat_map(f"{who.name}: {share:.1%}", window, rows[0].layers))
+                window = mean_map([row.maps["window"] for row in rows])
+                maps.append(heat_map(f"{who.name}: {mean_of(window):.1%}", window, rows[0].layers))
         words = f"context {context}, budget {tokens} tokens"
         opened = " open" if number == 0 else ""
         parts.append(f'<details{opened}><summary>{words}</summary><div class="heats">{"".join(maps)}</div></details>')
     return "\n".join(parts)
-
-
-def _mean(maps: Sequence[Map]) -> Map:
-    return [[sum(heads) / len(maps) for heads in zip(*layer, strict=True)] for layer in zip(*maps, strict=True)]

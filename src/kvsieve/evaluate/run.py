@@ -18,7 +18,7 @@ from kvsieve.evaluate.decode import Batch
 from kvsieve.evaluate.store import Key, Result, ResultStore
 from kvsieve.evaluate.tasks import TAIL, TASKS
 from kvsieve.evaluate.text import Corpus, digest
-from kvsieve.models import load_model, quiet_transformers
+from kvsieve.models import load_model, positions_of, quiet_transformers
 from kvsieve.retention import Evict
 
 
@@ -143,7 +143,7 @@ def run_units(setting: Setting, todo: Sequence[Unit], jobs: int) -> Iterator[lis
 def run_unit(setting: Setting, unit: Unit) -> Iterator[list[Result]]:
     """Results of one batch of samples, one list per contender and budget."""
     model, corpus = _loaded(setting)
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = positions_of(model)
     if limit is not None and unit.context + TAIL > limit:
         raise ConfigError(
             f"--context {unit.context}: expected at most {limit - TAIL}, the model's {limit} positions less {TAIL} for "

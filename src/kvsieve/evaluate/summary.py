@@ -113,7 +113,7 @@ def summarize(setting: Setting, wish: Wish, store: ResultStore) -> Summary:
 
 def _row(who: Contender, key: Key, results: list[Result], dense: list[Result] | None, best: list[Result] | None) -> Row:
     outcomes = [result.outcome for result in results]
-    maps = {name: _mean_map([one.shares[name] for one in outcomes]) for name in ("captured", "window", "recall")}
+    maps = {name: mean_map([one.shares[name] for one in outcomes]) for name in ("captured", "window", "recall")}
     read = {
         name: Figure.of([getattr(one, name) for one in outcomes]).mean
         for name in ("kv_bytes", "field_bytes", "dense_bytes")
@@ -133,7 +133,7 @@ def _row(who: Contender, key: Key, results: list[Result], dense: list[Result] | 
         over_oracle=_difference(results, best),
         **read,
         stored=who.stored(key.tokens, key.context),
-        **{name: _mean(values) for name, values in maps.items()},
+        **{name: mean_of(values) for name, values in maps.items()},
         layers=outcomes[0].layers,
         maps=maps,
     )
@@ -145,10 +145,12 @@ def _difference(results: list[Result], others: list[Result] | None) -> Figure | 
     return Figure.of([a.outcome.nll - b.outcome.nll for a, b in zip(results, others, strict=True)])
 
 
-def _mean_map(maps: Sequence[Map]) -> Map:
+def mean_map(maps: Sequence[Map]) -> Map:
+    """The mean of maps of one shape, layer by layer and head by head."""
     return [[math.fsum(values) / len(maps) for values in zip(*heads, strict=True)] for heads in zip(*maps, strict=True)]
 
 
-def _mean(values: Map) -> float:
+def mean_of(values: Map) -> float:
+    """The mean over layers and heads."""
     flat = [value for heads in values for value in heads]
     return math.fsum(flat) / len(flat)

@@ -14,6 +14,7 @@ from kvsieve.budget import Budget
 from kvsieve.errors import ConfigError
 from kvsieve.evaluate.probe import Probe, Step
 from kvsieve.flow import Flow
+from kvsieve.models import positions_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Trace:
     @property
     def captured(self) -> float:
         """Share of the exact attention that fell on kept pages, over everything."""
-        return float(torch.where(self.kept, self.mass, 0.0).sum() / self.mass.sum())
+        return captured(self.mass, self.kept)
 
     def page_text(self, page: int) -> str:
         """The tokens of a page as text."""
@@ -77,6 +78,11 @@ class Trace:
                 head, step = divmod(rest, self.steps)
                 found.append(Loss(self.layers[layer], head, step, page, float(worst[page])))
         return found
+
+
+def captured(mass: torch.Tensor, kept: torch.Tensor) -> float:
+    """Share of the exact attention ``mass`` that fell on kept pages; both of one shape."""
+    return float(torch.where(kept, mass, 0.0).sum() / mass.sum())
 
 
 def record(
@@ -100,7 +106,7 @@ def record(
     from kvsieve.integrations.transformers import SparseCache
 
     total = len(forced) + new_tokens
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = positions_of(model)
     if limit is not None and len(prompt) + total > limit:
         raise ConfigError(f"expected at most {limit} tokens, the model's positions, received {len(prompt) + total}")
     seen: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}

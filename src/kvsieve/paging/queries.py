@@ -13,14 +13,14 @@ class KeptQueries:
     def __init__(self) -> None:
         self._kept: dict[RequestId, torch.Tensor] = {}
 
-    def take(self, request: RequestId, count: int) -> torch.Tensor:
+    def first(self, request: RequestId, count: int) -> torch.Tensor:
         """The first ``count`` kept queries: those after them were cropped away."""
         return self._kept[request][:count]
 
     def keep(self, request: RequestId, surviving: int, new: torch.Tensor, count: int) -> None:
         """Keep the last ``count`` of the surviving and the new queries [n, H, G, D]."""
         if surviving and count > len(new):
-            new = torch.cat([self.take(request, surviving), new])
+            new = torch.cat([self.first(request, surviving), new])
         self._kept[request] = new[len(new) - count :].clone()
 
     def copy(self, source: RequestId, target: RequestId) -> None:

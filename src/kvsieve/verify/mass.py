@@ -58,9 +58,12 @@ class MassTwin:
     def begin(self, decode: bool) -> None:
         """A call begins: queries that were kept count now."""
         if decode or self.mass.window is None:
-            rows = self.pending[-(self.mass.window or len(self.pending)) :]
-            self._count(rows)
-            self.pending = []
+            self.commit()
+
+    def commit(self) -> None:
+        """Queries that were kept count from now on: the last ones, where a window of them is asked for."""
+        self._count(self.pending[-(self.mass.window or len(self.pending)) :])
+        self.pending = []
 
     def write(self, count: int) -> None:
         """Tokens enter with no mass."""
@@ -75,7 +78,7 @@ class MassTwin:
         first = len(self.values) - len(q)
         self.pending += [(row, first + i) for i, row in enumerate(q.to(F64))]
         if len(q) > CROP_ROWS and self.mass.window is None:
-            self.begin(decode=False)
+            self.commit()
 
     def step(self, q: torch.Tensor, tokens: list[int], agreed: bool) -> None:
         """A decode step of query q [G, D] attended some tokens; ``own`` follows the reference's step instead."""

@@ -22,7 +22,10 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     script = Path(arguments[0])
     if not script.is_file():
-        print(f"kvsieve.compat.vortex: {arguments[0]}: no such script", file=sys.stderr)
+        print(
+            f"kvsieve.compat.vortex: {arguments[0]}: no such script; expected a Python file, then its arguments",
+            file=sys.stderr,
+        )
         return 2
     try:
         install()

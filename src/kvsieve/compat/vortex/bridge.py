@@ -14,14 +14,15 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from kvsieve.compat.vortex.core.analysis import analyse
 from kvsieve.compat.vortex.core.errors import OpError
-from kvsieve.compat.vortex.core.fields import analyse, cache_of_page, cache_of_window, stored_name
+from kvsieve.compat.vortex.core.fields import cache_of_page, cache_of_window, stored_name
 from kvsieve.compat.vortex.core.formats import FORMAT
 from kvsieve.compat.vortex.core.segment import SegmentContext, SegmentTensor
 from kvsieve.compat.vortex.flow import registry
 from kvsieve.compat.vortex.flow.flow import vFlow
 from kvsieve.dtypes import default_dtype
-from kvsieve.errors import UnknownName
+from kvsieve.errors import ConfigError, UnknownName
 from kvsieve.flow import Flow
 
 PREFIX = "vortex:"
@@ -45,12 +46,26 @@ class Instances:
         self.cls, self.arguments = cls, dict(arguments)
         self._made: dict[tuple[int, int], tuple[vFlow, dict[str, tuple[int, int]]]] = {}
 
+    def construct(self) -> vFlow:
+        """A new object.
+
+        Raises:
+            ConfigError: the constructor fails, otherwise than with ValueError or TypeError, which are raised on.
+        """
+        try:
+            with ordinary_torch():
+                return self.cls(**self.arguments)
+        except (ValueError, TypeError):
+            raise
+        except Exception as error:  # a failed assertion, as a rule
+            raise ConfigError(f"vFlow {self.cls.__name__}: {type(error).__name__}: {error}") from error
+
     def get(self, page_size: int, head_dim: int) -> tuple[vFlow, dict[str, tuple[int, int]]]:
         """The object for a geometry and the shapes of its own fields."""
         key = page_size, head_dim
         if key not in self._made:
+            flow = self.construct()
             with ordinary_torch():
-                flow = self.cls(**self.arguments)
                 fields = flow.get_cache_meta_info(page_size, head_dim)
             self._made[key] = flow, {name: shape for name, shape in fields.items() if name not in ("k", "v")}
         return self._made[key]
@@ -70,6 +85,7 @@ class VortexFlow(Flow):
         values = {**bound.kwargs, **dict(zip(bound.signature.parameters, bound.args, strict=False))}
         page_size = values.pop("page_size", None) if not _takes_page_size(self.vflow) else None
         self._instances = Instances(self.vflow, arguments if _takes_page_size(self.vflow) else values)
+        self._instances.construct()  # its errors are about arguments, those of the analysis about the flow
         self._analysis = analyse(self._instances.get, self.vflow.__name__, page_size)
         vars(self).update({key: value for key, value in values.items() if key not in _MEMBERS})
         vars(self)["page_size"] = self._analysis.page_size
@@ -109,8 +125,10 @@ class VortexFlow(Flow):
         scores = ctx.scores[:, 0, 0]
         if set(ctx.saved) != set(self._analysis.states):
             raise OpError(
-                f"{self.vflow.__name__}.forward_indexer: saves {sorted(ctx.saved)} here and "
-                f"{sorted(self._analysis.states)} at another geometry; expected the same fields everywhere"
+                f"{self.vflow.__name__}.forward_indexer",
+                f"expected the same saved fields at every geometry, received {sorted(ctx.saved)} here and "
+                f"{sorted(self._analysis.states)} elsewhere",
+                "save the same fields whatever the sizes are",
             )
         saved = {stored_name(name): value for name, value in ctx.saved.items()}
         return (scores, saved) if saved else scores

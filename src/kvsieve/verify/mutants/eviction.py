@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvsieve import call as calls
+import kvsieve.call as calls
 from kvsieve.mass import EVICT_DECAY, AttentionMass, MassLedger
 from kvsieve.paging import slots
 from kvsieve.paging.pool import LayerPool

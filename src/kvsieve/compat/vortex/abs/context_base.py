@@ -24,7 +24,7 @@ class ContextBase:
         self._aux_total_bytes: int = 0
         self._aux_total_flops: int = 0
 
-    def __setattr__(self, name: str, value: Any) -> None:  # any name may be assigned
+    def __setattr__(self, name: str, value: Any) -> None:  # tells type checkers that any name may be assigned
         object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:  # reached for unknown names only

@@ -29,8 +29,9 @@ class vOp(ABC):
     def on_segment(self, *args: Any, **kwargs: Any) -> Any:
         """Compute on the view of one segment, where a flow is traced for kvsieve's backends."""
         raise OpError(
-            f"{type(self).__name__} is an op of your own: it can be profiled and executed, but kvsieve cannot trace "
-            "it; define on_segment(*operands, ctx), which computes on SegmentTensors"
+            type(self).__name__,
+            "expected an op of vortex_torch, received one of your own, which kvsieve cannot trace",
+            "define on_segment(*operands, ctx), which computes on SegmentTensors",
         )
 
     def __call__(self, *args: Any, ctx: Any = None, **kwargs: Any) -> Any:
@@ -43,15 +44,17 @@ class vOp(ABC):
             *operands, ctx = args
             args = tuple(operands)
         if ctx is None:
-            raise OpError(f"{type(self).__name__}: expected ctx=, the context, received none")
+            raise OpError(type(self).__name__, "expected ctx=, the context, received none", "pass ctx=ctx")
         if isinstance(ctx, SegmentContext):
             return self.on_segment(*args, ctx=ctx, **kwargs)
         mode = getattr(ctx, "mode", None)
         if mode is None or mode is Mode.execute:
-            return self.execute(*args, ctx=ctx, **kwargs)
+            try:
+                return self.execute(*args, ctx=ctx, **kwargs)
+            except IndexError as error:  # CPU tensors say so; elsewhere it is the device that does
+                problem = f"reads or writes a row that a tensor does not have: {error}"
+                remedy = "give q, o and the fields the rows that the plan (or loc) names"
+                raise OpError(type(self).__name__, problem, remedy) from error
         if mode is Mode.profile:
             return self.profile(*args, ctx=ctx, **kwargs)
         raise ValueError(f"{type(self).__name__}: expected mode profile, execute or None, received {mode!r}")
-
-    def _prefix(self) -> str:
-        return f"{type(self).__name__}: "

@@ -9,12 +9,12 @@ import torch
 from kvsieve.compat.vortex.abs.op import vOp
 from kvsieve.compat.vortex.abs.tensor import FORMAT, as_vtensor, plain, vTensor
 from kvsieve.compat.vortex.core import checks
-from kvsieve.compat.vortex.core.errors import OpError
+from kvsieve.compat.vortex.core.errors import OpError, described
 from kvsieve.compat.vortex.core.kernels import Gathered, compute
-from kvsieve.compat.vortex.core.ops import RowOp, bf16
 from kvsieve.compat.vortex.core.pages import Completed
+from kvsieve.compat.vortex.core.row_op import NAMES, RowOp, bf16
 from kvsieve.compat.vortex.core.segment import SegmentTensor, segment_tensor
-from kvsieve.compat.vortex.indexer.context import number
+from kvsieve.compat.vortex.core.step import number
 
 FORMATS = (FORMAT.RAGGED, FORMAT.PAGED)
 
@@ -48,7 +48,7 @@ class CacheOp(vOp, RowOp):
         shape, alpha, beta = self._shape(xs), bf16(self.alpha), bf16(self.beta)
         if target is None:
             target = as_vtensor(plain(xs[0]).new_empty(_scratch_rows(ctx, loc), *shape), FORMAT.RAGGED)
-        pages = Completed.of(loc, ctx.page_size, ctx.head_num)
+        pages = Completed.of(loc, number(ctx, "page_size"), number(ctx, "head_num"))
         compute(
             [Gathered(plain(x), pages.rows(x._format)) for x in xs],
             lambda *rows: self.rows(*rows, alpha=alpha, beta=beta),
@@ -60,7 +60,8 @@ class CacheOp(vOp, RowOp):
 
     def on_segment(self, *operands: Any, ctx: Any = None, output: Any = None, **named: Any) -> SegmentTensor:
         """Compute for the one page that is summarised, exactly."""
-        values = [*operands, *(named[name] for name in sorted(named) if name != "loc")]
+        named.pop("loc", None)
+        values = self.in_order(operands, named)
         xs, target = self._split([x for x in values if not isinstance(x, torch.Tensor)], output)  # without loc
         xs = [segment_tensor(self, x) for x in xs]
         shape = self._shape(xs)
@@ -68,7 +69,7 @@ class CacheOp(vOp, RowOp):
         if target is None:
             return SegmentTensor(value, FORMAT.RAGGED)
         field = segment_tensor(self, target)
-        checks.same_inner(self, "output", field, shape)
+        checks.same_inner(self, "output", field, shape, checks.FIELD_SHAPE)
         field.assign(value)
         return field
 
@@ -79,15 +80,14 @@ class CacheOp(vOp, RowOp):
         if output is None and len(operands) == self.arity + 1:
             operands, output = operands[:-1], operands[-1]
         if len(operands) != self.arity:
-            raise self.refuse(
-                f"expected {self.arity} operand(s), an output or None, loc and ctx, received {len(operands)} operands"
-            )
+            problem = f"expected {self.arity} operand(s) and an output or None, received {len(operands)} operands"
+            raise self.refuse(problem, f"call op({', '.join(NAMES[: self.arity])}, output, loc=loc, ctx=ctx)")
         return operands, output
 
     def _arguments(
         self, operands: Any, output: Any, loc: Any, named: Any, kinds: tuple[FORMAT, ...] = ()
     ) -> tuple[list[vTensor], vTensor | None, torch.Tensor]:
-        values = [*operands, *(named[name] for name in sorted(named))]
+        values = self.in_order(operands, named)
         if loc is None and len(values) > self.arity + 1:  # op(x, output, loc, ctx=ctx)
             loc = values.pop()
         loc = check_loc(self, loc)
@@ -99,7 +99,7 @@ class CacheOp(vOp, RowOp):
         if output is not None:
             output = checks.operand(self, "output", output, known[-1])
             checks.format_of(self, "output", output, *FORMATS)
-            checks.same_inner(self, "output", output, self._shape(xs))
+            checks.same_inner(self, "output", output, self._shape(xs), checks.FIELD_SHAPE)
         checks.same_device(self, *xs, *([] if output is None else [output]))
         return xs, output, loc
 
@@ -107,9 +107,10 @@ class CacheOp(vOp, RowOp):
 def check_loc(op: object, loc: Any) -> torch.Tensor:
     """The token slots [n] of a call, an integer tensor."""
     if not isinstance(loc, torch.Tensor) or loc.is_floating_point() or loc.dim() != 1:
-        raise OpError(f"{type(op).__name__}: loc: expected token slots [n], an integer tensor, received {loc!r}")
+        problem = f"expected token slots [n], an integer tensor, received {described(loc)}"
+        raise OpError(f"{type(op).__name__}: loc", problem, "pass loc=loc, as forward_cache receives it")
     return plain(loc)
 
 
 def _scratch_rows(ctx: Any, loc: torch.Tensor) -> int:
-    return max(number(ctx, "max_new_tokens_per_batch"), len(loc)) * max(1, number(ctx, "head_num"))
+    return max(number(ctx, "max_new_tokens_per_batch", unset=0), len(loc)) * number(ctx, "head_num", unset=1)

@@ -12,6 +12,7 @@ from kvsieve.compat.vortex.cache.base import check_loc
 from kvsieve.compat.vortex.cache.triton_kernels.fill_impl import _fill_p
 from kvsieve.compat.vortex.core import checks
 from kvsieve.compat.vortex.core.segment import SegmentTensor, segment_tensor
+from kvsieve.compat.vortex.core.step import number
 
 
 class Fill(vOp):
@@ -30,7 +31,7 @@ class Fill(vOp):
 
     def execute(self, x: Any, loc: Any = None, ctx: Any = None) -> vTensor:
         field = self._checked(x, FORMAT.PAGED)
-        _fill_p(plain(field), check_loc(self, loc), ctx.head_num, ctx.page_size, self.alpha)
+        _fill_p(plain(field), check_loc(self, loc), number(ctx, "head_num"), number(ctx, "page_size"), self.alpha)
         return field
 
     def on_segment(self, x: Any, loc: Any = None, ctx: Any = None) -> SegmentTensor:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from kvsieve.errors import ConfigError, FlowError
+import torch
 
-REMEDY = "pass what the docstring says"
+from kvsieve.errors import ConfigError, FlowError
 
 
 class OpError(FlowError, AssertionError):
     """An op that is called with operands it cannot take: type, rank, format, shape or device.
 
     Args:
-        message: ``where: problem`` or ``where: problem; remedy``.
+        where: the op or function. problem: what it expected and received. remedy: what to do instead.
     """
 
-    def __init__(self, message: str) -> None:
-        where, _, rest = message.partition(": ")
-        problem, _, remedy = rest.rpartition("; ")
-        problem, remedy = (problem, remedy) if problem else (remedy, REMEDY)
+    def __init__(self, where: str, problem: str, remedy: str) -> None:
         super().__init__(where, problem, remedy)
         self.problem = f"{where}: {problem}"  # the trace replaces where by the flow's method
 
@@ -32,3 +29,10 @@ class PageSizeError(ConfigError, AssertionError):
 
 class FormatError(ConfigError, RuntimeError):
     """Tensors of two formats, or a tensor with and one without a format, in one torch op."""
+
+
+def described(x: object) -> str:
+    """A value in one line: a tensor by dtype and shape, anything else as it prints."""
+    if isinstance(x, torch.Tensor):
+        return f"a {x.dtype} tensor of shape {list(x.shape)}"
+    return repr(x)

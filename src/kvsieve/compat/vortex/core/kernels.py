@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
+from kvsieve.compat.vortex.core.errors import OpError
 from kvsieve.compat.vortex.core.work import Windows
 
 PIECE = 2**24
 """Elements of the largest operand that are held in float32 at a time."""
 
 
-class Operand(Protocol):
-    """Rows of an operand, by place in the work list."""
-
-    width: int
-
-    def __call__(self, piece: slice) -> torch.Tensor:
-        """Rows [n, D0, D1] of a piece of the work list, as stored."""
-
-
 class Gathered:
-    """Rows ``table[index]``; table [L, D0, D1], index [n] int64."""
+    """Rows ``table[index]`` of an operand, piece by piece; table [L, D0, D1], index [n] int64."""
 
     def __init__(self, table: torch.Tensor, index: torch.Tensor) -> None:
+        if table.dim() != 3:
+            problem = f"expected a tensor [L, D0, D1], received shape {list(table.shape)}"
+            raise OpError("operand", problem, "give what has fewer axes inner axes of size 1")
         self.table, self.index = table, index
         self.width = table.shape[1] * table.shape[2]
 
     def __call__(self, piece: slice) -> torch.Tensor:
+        """Rows [n, D0, D1] of a piece of the work list, as stored."""
         return self.table.index_select(0, self.index[piece])
 
 
@@ -39,7 +34,7 @@ def widened(x: torch.Tensor) -> torch.Tensor:
 
 
 def compute(
-    operands: Sequence[Operand],
+    operands: Sequence[Gathered],
     function: Callable[..., torch.Tensor],
     out: torch.Tensor,
     index: torch.Tensor,
@@ -50,8 +45,22 @@ def compute(
     for start in range(0, len(index), step):
         piece = slice(start, start + step)
         value = function(*(widened(operand(piece)) for operand in operands))
+        _same_inner(value, out)
         rows = index[piece]
-        out[rows] = value.to(out.dtype).expand(len(rows), *out.shape[1:])
+        out[rows] = value.to(out.dtype).expand(len(rows), -1, -1)
+
+
+def copy_rows(source: torch.Tensor, rows: torch.Tensor, out: torch.Tensor, index: torch.Tensor) -> None:
+    """``out[index] = source[rows]`` in the dtype of ``out``; both [L, D0, D1], rows and index [n] int64."""
+    _same_inner(source, out)
+    out[index] = source.index_select(0, rows).to(out.dtype)
+
+
+def _same_inner(value: torch.Tensor, out: torch.Tensor) -> None:
+    """Rows are stored as they are: torch would repeat a row of one element to fill a larger one."""
+    if value.shape[1:] != out.shape[1:]:
+        problem = f"expected room for rows {tuple(value.shape[1:])}, received {tuple(out.shape[1:])}"
+        raise OpError("o", problem, "allocate it with the shape of the result")
 
 
 def over_windows(

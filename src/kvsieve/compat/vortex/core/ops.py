@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from kvsieve.compat.vortex.core import maths
-from kvsieve.compat.vortex.core.errors import OpError
+from kvsieve.compat.vortex.core.row_op import Inner, RowOp
 from kvsieve.compat.vortex.utils import ElementwiseBinaryOpType, ElementwiseOpType, ReduceType
-
-Inner = tuple[int, int]
-"""Shape ``(D0, D1)`` of a row."""
-
-
-class RowOp(ABC):
-    """An op on rows. ``alpha`` and ``beta`` are plain attributes and may be changed at any time."""
-
-    arity: ClassVar[int] = 1
-    alpha: float = 0.0
-    beta: float = 0.0
-
-    @abstractmethod
-    def result_shape(self, *shapes: Inner) -> Inner:
-        """Shape of a result row.
-
-        Raises:
-            OpError: the operands' shapes do not fit.
-        """
-
-    @abstractmethod
-    def rows(self, *operands: torch.Tensor, alpha: float, beta: float) -> torch.Tensor:
-        """The result for operands ``[n, D0, D1]``; a leading axis of 1 is repeated."""
-
-    def refuse(self, problem: str) -> OpError:
-        """The error to raise."""
-        return OpError(f"{type(self).__name__}: {problem}")
-
-    def broadcast(self, x: Inner, y: Inner) -> Inner:
-        """The common shape of two rows."""
-        if any(a != b and 1 not in (a, b) for a, b in zip(x, y, strict=True)):
-            raise self.refuse(f"expected inner shapes that broadcast, received {x} and {y}")
-        return max(x[0], y[0]), max(x[1], y[1])
 
 
 class Elementwise(RowOp):
@@ -53,7 +19,7 @@ class Elementwise(RowOp):
 
     def __init__(self, alpha: float = 0.0, beta: float = 0.0) -> None:
         super().__init__()
-        self.alpha, self.beta = alpha, beta
+        self.alpha, self.beta = self.real("alpha", alpha), self.real("beta", beta)
 
     def result_shape(self, *shapes: Inner) -> Inner:
         return shapes[0]
@@ -77,7 +43,7 @@ class ElementwiseBinary(RowOp):
 
     def __init__(self, alpha: float = 1.0, beta: float = 1.0) -> None:
         super().__init__()
-        self.alpha, self.beta = alpha, beta
+        self.alpha, self.beta = self.real("alpha", alpha), self.real("beta", beta)
 
     def result_shape(self, *shapes: Inner) -> Inner:
         return self.broadcast(*shapes)
@@ -103,7 +69,7 @@ class Reduce(RowOp):
     def __init__(self, dim: int = 1) -> None:
         super().__init__()
         if dim not in self.dims:
-            raise self.refuse(f"expected dim in {self.dims}, received {dim!r}")
+            raise self.refuse(f"expected dim in {self.dims}, received {dim!r}", "dim counts the axes of [L, D0, D1]")
         self.dim = dim
 
     def result_shape(self, *shapes: Inner) -> Inner:
@@ -122,13 +88,16 @@ class Interleave(RowOp):
     def __init__(self, dim: int = 1, k: int = 1) -> None:
         super().__init__()
         if dim not in (1, 2) or not isinstance(k, int) or k < 1:
-            raise self.refuse(f"expected dim 1 or 2 and k >= 1, received dim={dim!r} k={k!r}")
+            raise self.refuse(
+                f"expected dim 1 or 2 and k >= 1, received {dim=} {k=}", "dim counts the axes of [L, D0, D1]"
+            )
         self.dim, self.k = dim, k
 
     def result_shape(self, *shapes: Inner) -> Inner:
         inner = list(shapes[0])
         if inner[self.dim - 1] % self.k:
-            raise self.refuse(f"expected an axis {self.dim} divisible by k={self.k}, received inner shape {shapes[0]}")
+            problem = f"expected an axis {self.dim} divisible by k={self.k}, received inner shape {shapes[0]}"
+            raise self.refuse(problem, "choose k so that it divides the axis, or refuse that page size in create_cache")
         inner[self.dim - 1] //= self.k
         return inner[0], inner[1]
 
@@ -145,7 +114,8 @@ class Matmul(RowOp):
     def result_shape(self, *shapes: Inner) -> Inner:
         x, y = shapes
         if x[1] != y[1]:
-            raise self.refuse(f"expected x [Nx, K] and y [Ny, K] with one K, received {x} and {y}")
+            problem = f"expected x [Nx, K] and y [Ny, K] with one K, received {x} and {y}"
+            raise self.refuse(problem, "Transpose() one of them, or change the field's shape in create_cache")
         return y[0], x[0]
 
     def rows(self, *operands: torch.Tensor, alpha: float, beta: float) -> torch.Tensor:
@@ -157,7 +127,8 @@ class MatmulVector(Matmul):
 
     def result_shape(self, *shapes: Inner) -> Inner:
         if shapes[0][0] != 1 or shapes[1][0] != 1:
-            raise self.refuse(f"expected x [1, K] and y [1, K], received {shapes[0]} and {shapes[1]}; GeMM takes more")
+            problem = f"expected x [1, K] and y [1, K], received {shapes[0]} and {shapes[1]}"
+            raise self.refuse(problem, "GeMM takes more rows")
         return super().result_shape(*shapes)
 
 
@@ -180,13 +151,15 @@ class Reshaped(RowOp):
         if len(sizes) == 2:
             sizes = [-1, *sizes]
         if len(sizes) != 3 or sizes[0] != -1 or min(sizes[1:]) < 1:
-            raise self.refuse(f"expected (-1, D0, D1) with D0, D1 >= 1, received {tuple(sizes)}")
+            problem = f"expected (-1, D0, D1) with D0, D1 >= 1, received {tuple(sizes)}"
+            raise self.refuse(problem, "only the shape of a row can change")
         self.shape: Inner = (sizes[1], sizes[2])
 
     def result_shape(self, *shapes: Inner) -> Inner:
         rows, columns = shapes[0]
         if rows * columns != self.shape[0] * self.shape[1]:
-            raise self.refuse(f"expected {self.shape[0] * self.shape[1]} elements a row, received {shapes[0]}")
+            problem = f"expected {self.shape[0] * self.shape[1]} elements a row, received {shapes[0]}"
+            raise self.refuse(problem, f"choose sizes whose product is {rows * columns}")
         return self.shape
 
     def rows(self, *operands: torch.Tensor, alpha: float, beta: float) -> torch.Tensor:
@@ -203,7 +176,7 @@ class Kronecker(RowOp):
         super().__init__()
         dims = (dim,) if isinstance(dim, int) else tuple(dim)
         if not dims or not set(dims) <= {1, 2}:
-            raise self.refuse(f"expected dim 1, 2 or (1, 2), received {dim!r}")
+            raise self.refuse(f"expected dim 1, 2 or (1, 2), received {dim!r}", "dim counts the axes of [L, D0, D1]")
         self.dim = dims
 
     def result_shape(self, *shapes: Inner) -> Inner:
@@ -226,8 +199,10 @@ class Mask(RowOp):
     def __init__(self, start: int, end: int, dim: int = 2, alpha: float = 1.0, beta: float = 0.0) -> None:
         super().__init__()
         if dim not in (1, 2) or not 0 <= start <= end:
-            raise self.refuse(f"expected dim 1 or 2 and 0 <= start <= end, received {start=} {end=} {dim=}")
-        self.start, self.end, self.dim, self.alpha, self.beta = start, end, dim, alpha, beta
+            problem = f"expected dim 1 or 2 and 0 <= start <= end, received {start=} {end=} {dim=}"
+            raise self.refuse(problem, "dim counts the axes of [L, D0, D1]; start and end count from 0")
+        self.start, self.end, self.dim = start, end, dim
+        self.alpha, self.beta = self.real("alpha", alpha), self.real("beta", beta)
 
     def result_shape(self, *shapes: Inner) -> Inner:
         return shapes[0]
@@ -244,8 +219,3 @@ class Copy(RowOp):
 
     def rows(self, *operands: torch.Tensor, alpha: float, beta: float) -> torch.Tensor:
         return operands[0]
-
-
-def bf16(value: Any) -> float:
-    """A number rounded to bfloat16, as kernels of vortex_torch hold alpha and beta."""
-    return float(torch.tensor(float(value), dtype=torch.float32).to(torch.bfloat16))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvsieve.compat.vortex.core.errors import OpError
 from kvsieve.compat.vortex.core.formats import FORMAT
 from kvsieve.compat.vortex.core.memory import remembered
 
@@ -24,6 +25,9 @@ class Completed:
     def of(cls, loc: torch.Tensor, page_size: int, heads: int) -> Completed:
         """From the slots ``loc`` [n] of the tokens of a call."""
         key = int(page_size), int(heads)
+        if min(key) < 1:
+            problem = f"expected page_size and KV heads of at least 1, received {key[0]} and {key[1]}"
+            raise OpError("pages", problem, "pass the geometry of the pool")
         return remembered("completed", [loc], key, lambda: cls._make(loc, *key))
 
     @classmethod

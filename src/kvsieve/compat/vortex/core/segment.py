@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kvsieve.compat.vortex.core.errors import FormatError, OpError, UnknownField
+from kvsieve.compat.vortex.core.errors import FormatError, OpError, UnknownField, described
 from kvsieve.compat.vortex.core.formats import FORMAT
 from kvsieve.compat.vortex.utils import Mode
 
@@ -49,6 +49,19 @@ class SegmentTensor:
 
     def __len__(self) -> int:
         return int(self.data.shape[0])
+
+    def __bool__(self) -> bool:
+        raise self._no_number()
+
+    def __float__(self) -> float:
+        raise self._no_number()
+
+    def __index__(self) -> int:
+        raise self._no_number()
+
+    def _no_number(self) -> OpError:
+        problem = f"expected a flow that does not depend on values, received a branch on (or a number of) {self!r}"
+        return OpError("a tensor of the flow", problem, "compute both sides and combine them with ops such as Relu")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -136,13 +149,18 @@ class SegmentContext:
 
     def __getattr__(self, name: str) -> Any:
         raise UnknownField(
-            f"ctx.{name}: not known while a flow is traced: it would have to be the same for every request and step; "
-            "make it a constructor argument of the flow"
+            f"ctx.{name}",
+            "not known while a flow is traced: it would have to be the same for every request and step",
+            "make it a constructor argument of the flow",
         )
 
 
 def segment_tensor(op: object, x: Any) -> SegmentTensor:
     """The operand, or an error that names the op."""
     if not isinstance(x, SegmentTensor) or x.rank != 3:
-        raise OpError(f"{type(op).__name__}: expected a tensor [L, D0, D1] of the flow, received {x!r}")
+        raise OpError(
+            type(op).__name__,
+            f"expected a tensor [L, D0, D1] of the flow, received {described(x)}",
+            "pass q, a field of the cache, or the result of an op",
+        )
     return x

@@ -35,7 +35,10 @@ def topk_output(
         eff_batch_size: segments. max_num_pages_per_request: not needed; any number of pages is ranked.
     """
     if not x.dtype.is_floating_point:
-        raise OpError(f"topk_output: expected floating-point scores, received {x.dtype}")
+        raise OpError("topk_output", f"expected floating-point scores, received {x.dtype}", "pass x.float()")
+    if sparse_kv_indices.dtype not in (torch.int32, torch.int64):  # others cannot hold every page row
+        problem = f"expected sparse_kv_indices of int32 or int64, received {sparse_kv_indices.dtype}"
+        raise OpError("topk_output", problem, "make o an int32 tensor")
     windows = Windows.read(dense_kv_indptr, eff_batch_size, reserved_bos, reserved_eos, topk_val)
     if windows is None or topk_val < 1:
         return
@@ -49,7 +52,7 @@ def topk_output(
     place = plain(sparse_kv_indptr).reshape(-1)[windows.segments].long() + reserved_bos
     target = place[:, None] + torch.arange(topk_val, device=place.device)
     out = plain(sparse_kv_indices)
-    flat = out.view(-1) if out.is_contiguous() else None
-    if flat is None:
-        raise OpError("topk_output: expected contiguous sparse_kv_indices")
-    flat[target] = pages.to(flat.dtype)
+    if not out.is_contiguous():
+        problem = f"expected contiguous sparse_kv_indices, received strides {out.stride()}"
+        raise OpError("topk_output", problem, "pass a tensor of its own, not a view of one")
+    out.view(-1)[target] = pages.to(out.dtype)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvsieve.compat.vortex.abs.tensor import plain
+from kvsieve.compat.vortex.core.errors import OpError
 from kvsieve.compat.vortex.core.memory import remember, remembered
 
 
@@ -64,6 +65,9 @@ class Windows:
 
     @classmethod
     def _make(cls, indptr: torch.Tensor, segments: int, bos: int, eos: int, topk: int) -> Windows | None:
+        if indptr.numel() < segments + 1:
+            problem = f"expected indptr [segments + 1], at least {segments + 1} elements, received {indptr.numel()}"
+            raise OpError("window", problem, "plan the step with the batch size that the context has")
         listed = remembered("indptr", [indptr], (segments,), lambda: plain(indptr).flatten()[: segments + 1].tolist())
         device = indptr.device
         begins = torch.tensor(listed, dtype=torch.int64)

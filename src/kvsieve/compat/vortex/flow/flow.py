@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any, ClassVar
 
 import torch
@@ -31,18 +32,23 @@ class vFlow(ABC):
 
     @abstractmethod
     def forward_cache(self, cache: Mapping[str, Any], loc: torch.Tensor, ctx: Any) -> None:
-        """Fill the fields of the pages that the tokens in slots ``loc`` complete."""
+        """Fill the fields of the pages that the tokens in slots ``loc`` [n] (int64) complete."""
 
     @abstractmethod
     def forward_indexer(self, q: Any, o: Any, cache: Mapping[str, Any], ctx: Any) -> None:
-        """Score the window's pages for ``q`` and end with ``topK(score, o)``."""
+        """Score the window's pages for ``q`` and end with ``topK(score, o)``: score [S, 1, 1], o [S, 1, 1] int32."""
 
     def get_cache_meta_info(self, page_size: int, head_dim: int) -> dict[str, tuple[int, int]]:
         """All fields: those of :meth:`create_cache`, which is called each time, and ``k`` and ``v``."""
-        fields = dict(self.create_cache(page_size, head_dim))
+        where, fields = f"{type(self).__name__}.create_cache", self.create_cache(page_size, head_dim)
+        if not isinstance(fields, Mapping) or not all(map(_is_shape, fields.values())):
+            raise OpError(
+                where, f"expected {{name: (r, c)}} with r, c >= 1, received {fields!r}", "give every field two sizes"
+            )
         reserved = sorted({"k", "v"} & set(fields))
         if reserved:
-            raise OpError(f"{type(self).__name__}.create_cache: {', '.join(reserved)}: reserved; rename the field")
+            names = " and ".join(reserved)
+            raise OpError(where, f"expected fields beside k and v, received {names}", "rename the field")
         return {**fields, "k": (page_size, head_dim), "v": (page_size, head_dim)}
 
     def get_token_ratio(self, page_size: int, head_dim: int) -> float:
@@ -74,3 +80,10 @@ class vFlow(ABC):
         from kvsieve.compat.vortex.bridge import flow_class
 
         return flow_class(cls)
+
+
+def _is_shape(value: Any) -> bool:
+    """Two whole numbers from 1 on."""
+    if not isinstance(value, (tuple, list, torch.Size)) or len(value) != 2:
+        return False
+    return all(isinstance(size, Integral) and int(size) >= 1 for size in value)

@@ -14,6 +14,7 @@ from typing import Any
 from kvsieve.compat.vortex.flow import registry
 from kvsieve.compat.vortex.flow.flow import vFlow
 from kvsieve.errors import ConfigError
+from kvsieve.flow import shown_parameters
 
 SHIPPED = "kvsieve.compat.vortex.flow.algorithms"
 
@@ -52,10 +53,11 @@ def build_vflow(
         _execute(Path(user_file))
     cls = registry.get(selected)
     arguments = dict(init_kwargs or {})
+    signature = inspect.signature(cls)
     try:
-        inspect.signature(cls).bind(**arguments)
+        signature.bind(**arguments)
     except TypeError as error:
-        raise FlowInitError(f"vFlow {selected}: {error}; its arguments are {inspect.signature(cls)}") from None
+        raise FlowInitError(f"vFlow {selected}: {error}; its arguments are {shown_parameters(signature)}") from None
     try:
         return cls(**arguments)
     except Exception as error:

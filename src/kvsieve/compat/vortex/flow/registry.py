@@ -22,9 +22,12 @@ def register(name: str) -> Callable[[FlowT], FlowT]:
     """Class decorator: the flow can be built by ``name``.
 
     Raises:
-        RegistryError: not a subclass of vFlow, or the name belongs to another class. The same class of the same file,
-            executed again, replaces itself.
+        RegistryError: no name; not a subclass of vFlow; or the name belongs to another class. The same class of the
+            same file, executed again, replaces itself.
     """
+
+    if not isinstance(name, str):
+        raise RegistryError(f'register: expected a name, received {name!r}; write @register("NAME") above the class')
 
     def add(cls: FlowT) -> FlowT:
         if not (isinstance(cls, type) and issubclass(cls, vFlow)):

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
-
 from kvsieve.compat.vortex.abs.op import vOp
 from kvsieve.compat.vortex.abs.tensor import FORMAT, as_vtensor, plain, vTensor
 from kvsieve.compat.vortex.core import checks
 from kvsieve.compat.vortex.core.kernels import Gathered, compute, widened
-from kvsieve.compat.vortex.core.ops import RowOp, bf16
+from kvsieve.compat.vortex.core.row_op import NAMES, RowOp, bf16
 from kvsieve.compat.vortex.core.segment import SegmentTensor, segment_tensor
-from kvsieve.compat.vortex.core.work import Work
-from kvsieve.compat.vortex.indexer.context import number, segments_of
+from kvsieve.compat.vortex.core.step import listing_rows, number, rows_of, work_of
 
 FORMATS = (FORMAT.BATCHED, FORMAT.RAGGED, FORMAT.PAGED)
 
@@ -27,14 +24,14 @@ class IndexerOp(vOp, RowOp):
 
     def profile(self, *operands: Any, ctx: Any = None, **named: Any) -> vTensor:
         """Check operands; the result is a new buffer of the worst case's size."""
-        xs = self._checked(_in_order(operands, named))
+        xs = self._checked(self.in_order(operands, named))
         self.profiled = tuple(x._format for x in xs)
         shape = self.result_shape(*(checks.inner(x) for x in xs))
         for x in xs:
             if x._format is FORMAT.PAGED:
                 ctx.add_aux_flops(x.shape[1] * x.shape[2])
         kind = self._result_format(xs)
-        rows = max(len(x) for x in xs) if kind is FORMAT.BATCHED else number(ctx, "max_num_pages")
+        rows = max(len(x) for x in xs) if kind is FORMAT.BATCHED else number(ctx, "max_num_pages", unset=0)
         out = plain(xs[0]).new_empty(rows, *shape)
         ctx.add_aux_memory(out)
         return as_vtensor(out, kind)
@@ -44,7 +41,7 @@ class IndexerOp(vOp, RowOp):
 
         Plain tensors are taken to have the formats that the op was last profiled with.
         """
-        xs = self._checked(_in_order(operands, named), self.profiled)
+        xs = self._checked(self.in_order(operands, named), self.profiled)
         shape = self.result_shape(*(checks.inner(x) for x in xs))
         kind, alpha, beta = self._result_format(xs), bf16(self.alpha), bf16(self.beta)
         self._check_rows(xs, ctx)
@@ -66,7 +63,7 @@ class IndexerOp(vOp, RowOp):
 
     def on_segment(self, *operands: Any, ctx: Any = None, **named: Any) -> SegmentTensor:
         """Compute on one segment, exactly: alpha and beta are not rounded."""
-        xs = [segment_tensor(self, x) for x in _in_order(operands, named)]
+        xs = [segment_tensor(self, x) for x in self.in_order(operands, named)]
         self._check_number(len(xs))
         for x in xs:
             self._check_format(x)
@@ -89,41 +86,21 @@ class IndexerOp(vOp, RowOp):
     def _check_rows(self, xs: list[vTensor], ctx: Any) -> None:
         """Every segment of the step has a row in BATCHED operands."""
         rows = [len(x) for x in xs if x._format is FORMAT.BATCHED]
-        if rows and min(rows) < segments_of(ctx):
-            raise self.refuse(f"expected BATCHED operands of at least {segments_of(ctx)} rows, received {min(rows)}")
+        segments = number(ctx, "batch_size", unset=0) * number(ctx, "num_kv_heads", unset=0)
+        if rows and min(rows) < segments:
+            problem = f"expected BATCHED operands of at least {segments} rows, received {min(rows)}"
+            raise self.refuse(problem, "pass one row for each request and KV head of the step")
         if len(rows) == len(xs) and len({*rows} - {1}) > 1:
-            raise self.refuse(f"expected BATCHED operands of equally many rows, received {rows}")
+            problem = f"expected BATCHED operands of equally many rows, received {rows}"
+            raise self.refuse(problem, "pass one row for each request and KV head of the step")
 
     def _check_number(self, received: int) -> None:
         if received != self.arity:
-            raise self.refuse(f"expected {self.arity} operand(s) and ctx, received {received}")
+            problem = f"expected {self.arity} operand(s) and ctx, received {received}"
+            raise self.refuse(problem, f"call op({', '.join(NAMES[: self.arity])}, ctx=ctx)")
 
     def _check_format(self, x: Any) -> None:
         checks.format_of(self, "operand", x, *self.accepts)
 
     def _result_format(self, xs: Any) -> FORMAT:
         return FORMAT.BATCHED if all(x._format is FORMAT.BATCHED for x in xs) else FORMAT.RAGGED
-
-
-def _in_order(operands: Any, named: dict[str, Any]) -> list[Any]:
-    """Positional operands, then those given as ``x=`` and ``y=``."""
-    return [*operands, *(named[name] for name in sorted(named))]
-
-
-def listing_rows(ctx: Any) -> int:
-    """Rows of a RAGGED result: the context's capacity, or the length of its page listing if that is larger."""
-    return max(number(ctx, "max_num_pages"), int(ctx.dense_kv_indices.numel()))
-
-
-def work_of(ctx: Any) -> Work:
-    """The step's work list."""
-    return Work.read(ctx.winfo_kv_offsets, ctx.winfo_kv_lens, ctx.winfo_num_workloads)
-
-
-def rows_of(kind: FORMAT, work: Work, ctx: Any) -> torch.Tensor:
-    """Row [n] of an operand at every place of the work list."""
-    if kind is FORMAT.RAGGED:
-        return work.positions
-    if kind is FORMAT.PAGED:
-        return plain(ctx.dense_kv_indices).flatten()[work.positions].long()
-    return plain(ctx.winfo_q_indices).flatten()[work.items].long()

@@ -7,7 +7,6 @@ from typing import Any, Final
 import torch
 
 from kvsieve.compat.vortex.abs.context_base import ContextBase
-from kvsieve.compat.vortex.utils import UNSET
 
 PAGE_LISTS = ("dense_kv_indptr", "dense_kv_indices", "sparse_kv_indptr", "sparse_kv_indices", "kv_last_page_len")
 WORK_LIST = ("winfo_q_indices", "winfo_kv_offsets", "winfo_kv_lens", "winfo_num_workloads", "winfo_chunk_size")
@@ -73,17 +72,6 @@ class Context(ContextBase):
         for name in WORK_LIST:
             size = 1 if name in WORK_LIST[3:] else self.max_num_workloads
             setattr(self, name, torch.zeros(size, dtype=torch.int32, device=device))
-
-
-def number(ctx: Any, name: str) -> int:
-    """An integer field of a context; 0 while nobody has set it."""
-    value: Any = getattr(ctx, name, UNSET)
-    return 0 if value is UNSET or value is None else int(value)
-
-
-def segments_of(ctx: Any) -> int:
-    """(request, KV head) pairs of a context's step."""
-    return number(ctx, "batch_size") * number(ctx, "num_kv_heads")
 
 
 ctx: Final[Context] = Context()

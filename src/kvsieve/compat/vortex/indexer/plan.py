@@ -27,9 +27,18 @@ class StepShape:
     max_chunk: int
 
     def __post_init__(self) -> None:
-        for name, least in {"page_size": 1, "heads": 1, "topk": 0, "bos": 0, "eos": 0, "max_chunk": 1}.items():
-            if getattr(self, name) < least:
-                raise OpError(f"plan_decode: {name}: expected at least {least}, received {getattr(self, name)}")
+        numbers = {
+            "page_size": (self.page_size, 1),
+            "num_kv_heads": (self.heads, 1),
+            "topk_val": (self.topk, 0),
+            "page_reserved_bos": (self.bos, 0),
+            "page_reserved_eos": (self.eos, 0),
+            "max_chunk_size": (self.max_chunk, 1),
+        }
+        for name, (value, least) in numbers.items():
+            if value < least:
+                problem = f"expected at least {least}, received {value}"
+                raise OpError(f"plan_decode: {name}", problem, "assign it to the context before planning")
 
     @property
     def pages(self) -> list[int]:
@@ -128,9 +137,8 @@ class Outputs:
         """Refuse tensors that are too small, before anything is written."""
         for name, size in needed.items():
             if self.tensors[name].numel() < size:
-                raise OpError(
-                    f"plan_decode: {name}: expected room for {size} elements, received {self.tensors[name].numel()}"
-                )
+                problem = f"expected room for {size} elements, received {self.tensors[name].numel()}"
+                raise OpError(f"plan_decode: {name}", problem, "allocate it for the largest step, or leave it unset")
 
     def old(self, name: str, size: int) -> torch.Tensor:
         """The first elements as they are."""

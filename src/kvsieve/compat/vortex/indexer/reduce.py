@@ -9,9 +9,10 @@ import torch
 from kvsieve.compat.vortex.abs.tensor import FORMAT, as_vtensor, plain, vTensor
 from kvsieve.compat.vortex.core import catalogue, checks, maths, ops
 from kvsieve.compat.vortex.core.kernels import over_windows
+from kvsieve.compat.vortex.core.row_op import Inner
+from kvsieve.compat.vortex.core.step import segments_of, windows_of
 from kvsieve.compat.vortex.core.work import Windows
 from kvsieve.compat.vortex.indexer.base import IndexerOp
-from kvsieve.compat.vortex.indexer.context import number, segments_of
 from kvsieve.compat.vortex.utils import ReduceType
 
 
@@ -23,13 +24,13 @@ class Reduce(ops.Reduce, IndexerOp):
 
     dims = (0, 1, 2)
 
-    def result_shape(self, *shapes: ops.Inner) -> ops.Inner:
+    def result_shape(self, *shapes: Inner) -> Inner:
         return shapes[0] if self.dim == 0 else super().result_shape(*shapes)
 
     def execute(self, *operands: Any, ctx: Any = None, **named: Any) -> vTensor:
         if self.dim:
             return super().execute(*operands, ctx=ctx, **named)
-        (x,) = self._checked([*operands, *named.values()], self.profiled)
+        (x,) = self._checked(self.in_order(operands, named), self.profiled)
         out = plain(x).new_zeros(segments_of(ctx), *checks.inner(x))
         windows = windows_of(ctx)
         if windows is not None:
@@ -47,12 +48,6 @@ class Reduce(ops.Reduce, IndexerOp):
 
     def _result_format(self, xs: Any) -> FORMAT:
         return FORMAT.BATCHED if self.dim == 0 else super()._result_format(xs)
-
-
-def windows_of(ctx: Any) -> Windows | None:
-    """The windows of the segments that this step scores."""
-    bos, eos = number(ctx, "page_reserved_bos"), number(ctx, "page_reserved_eos")
-    return Windows.read(ctx.dense_kv_indptr, segments_of(ctx), bos, eos, number(ctx, "topk_val"))
 
 
 class Mean(Reduce, catalogue.Mean): ...

@@ -8,8 +8,10 @@ from kvsieve.compat.vortex.abs.op import vOp
 from kvsieve.compat.vortex.abs.tensor import FORMAT, plain, vTensor
 from kvsieve.compat.vortex.core import checks, ops
 from kvsieve.compat.vortex.core.errors import OpError
+from kvsieve.compat.vortex.core.kernels import copy_rows
 from kvsieve.compat.vortex.core.segment import SegmentTensor, segment_tensor
-from kvsieve.compat.vortex.indexer.base import IndexerOp, rows_of, work_of
+from kvsieve.compat.vortex.core.step import rows_of, work_of
+from kvsieve.compat.vortex.indexer.base import IndexerOp
 
 
 class Save(vOp):
@@ -20,24 +22,25 @@ class Save(vOp):
 
     def execute(self, x: Any, o: Any, ctx: Any = None) -> vTensor:
         source, target = self._checked(x, o, (FORMAT.RAGGED, FORMAT.PAGED))
-        work, field = work_of(ctx), plain(target)
-        rows = rows_of(FORMAT.PAGED, work, ctx)
-        field[rows] = plain(source).index_select(0, work.positions).to(field.dtype)
+        work = work_of(ctx)
+        copy_rows(plain(source), work.positions, plain(target), rows_of(FORMAT.PAGED, work, ctx))
         return target
 
     def on_segment(self, x: Any, o: Any, ctx: Any = None) -> SegmentTensor:
         source, field = segment_tensor(self, x), segment_tensor(self, o)
         self._check_formats(source, field)
-        checks.same_inner(self, "field", field, source.inner)
+        checks.same_inner(self, "field", field, source.inner, checks.FIELD_SHAPE)
         if field.name is None:
-            raise OpError("Save: field: expected a field of the cache, received a tensor that was computed")
+            raise OpError(
+                "Save: field", "expected a field of the cache, received a computed tensor", "save to cache[NAME]"
+            )
         ctx.saved[field.name] = field.data = source.data
         return field
 
     def _checked(self, x: Any, o: Any, kinds: Any = (None, None)) -> tuple[vTensor, vTensor]:
         x, o = checks.operand(self, "operand", x, kinds[0]), checks.operand(self, "field", o, kinds[1])
         self._check_formats(x, o)
-        checks.same_inner(self, "field", o, checks.inner(x))
+        checks.same_inner(self, "field", o, checks.inner(x), checks.FIELD_SHAPE)
         checks.same_device(self, x, o)
         return x, o
 
@@ -51,7 +54,3 @@ class Load(ops.Copy, IndexerOp):
 
     accepts = (FORMAT.PAGED,)
     profiled = (FORMAT.PAGED,)
-
-    def on_segment(self, *operands: Any, ctx: Any = None, **named: Any) -> SegmentTensor:
-        result = super().on_segment(*operands, ctx=ctx, **named)
-        return SegmentTensor(result.data, result._format)

@@ -14,9 +14,7 @@ from kvsieve.compat.vortex.core import checks, maths
 from kvsieve.compat.vortex.core.errors import OpError
 from kvsieve.compat.vortex.core.kernels import scan_windows
 from kvsieve.compat.vortex.core.segment import SegmentTensor, segment_tensor
-from kvsieve.compat.vortex.indexer.base import listing_rows
-from kvsieve.compat.vortex.indexer.context import number
-from kvsieve.compat.vortex.indexer.reduce import windows_of
+from kvsieve.compat.vortex.core.step import listing_rows, number, windows_of
 
 
 class Scan(vOp):
@@ -28,7 +26,8 @@ class Scan(vOp):
     def __init__(self, dim: int = 0) -> None:
         super().__init__()
         if dim != 0:
-            raise OpError(f"{type(self).__name__}: expected dim 0, the pages of a segment, received {dim!r}")
+            problem = f"expected dim 0, the pages of a segment, received {dim!r}"
+            raise OpError(type(self).__name__, problem, "Transpose() or reduce what lies along the other axes")
         self.dim = dim
 
     def before(self, x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +42,7 @@ class Scan(vOp):
         operand = self._checked(x)
         if self.in_place:
             return operand
-        out = plain(operand).new_empty(number(ctx, "max_num_pages"), *checks.inner(operand))
+        out = plain(operand).new_empty(number(ctx, "max_num_pages", unset=0), *checks.inner(operand))
         ctx.add_aux_memory(out)
         return as_vtensor(out, FORMAT.RAGGED)
 
@@ -110,12 +109,14 @@ class Conv1d(Scan):
         if dtype is not None:
             self.weight = self.weight.to(dtype).to(torch.float64)
         if self.weight.dim() != 3 or not self.weight.numel():
-            raise OpError(f"Conv1d: expected weight [K, D0, D1], received shape {list(self.weight.shape)}")
+            problem = f"expected weight [K, D0, D1], received shape {list(self.weight.shape)}"
+            raise OpError("Conv1d", problem, "write K taps of [D0][D1] numbers, such as [[[1.0]], [[2.0]]]")
 
     def along(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.to(device=x.device, dtype=x.dtype)
         if tuple(x.shape[-2:]) != tuple(weight.shape[1:]):
-            raise OpError(f"Conv1d: expected rows {tuple(weight.shape[1:])}, received {tuple(x.shape[-2:])}")
+            problem = f"expected inner shape {tuple(weight.shape[1:])}, that of a tap, received {tuple(x.shape[-2:])}"
+            raise OpError("Conv1d", problem, "give the weight the inner shape of the operand")
         if x.dim() == 3:
             return maths.conv1d(x, weight)
         many = x.shape[1]  # segments side by side: channels of their own

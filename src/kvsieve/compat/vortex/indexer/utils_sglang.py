@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from kvsieve.compat.vortex.abs.tensor import plain
-from kvsieve.compat.vortex.core.errors import OpError
-from kvsieve.compat.vortex.indexer.context import PAGE_LISTS, WORK_LIST, number
+from kvsieve.compat.vortex.core.errors import OpError, described
+from kvsieve.compat.vortex.core.step import number
+from kvsieve.compat.vortex.indexer.context import PAGE_LISTS, WORK_LIST
 from kvsieve.compat.vortex.indexer.plan import Listing, Outputs, StepShape, indptr, page_rows, send, write_plan
 from kvsieve.compat.vortex.utils import UNSET
 
@@ -35,7 +36,7 @@ def plan_decode(cached_seq_lens: torch.Tensor, req_to_token: torch.Tensor, req_i
         OpError: an output tensor is too small, or a number is out of range.
     """
     lengths = read_lengths(cached_seq_lens, req_to_token, req_indices)
-    chunk = number(ctx, "max_chunk_size") or max(1, max(lengths, default=1))
+    chunk = number(ctx, "max_chunk_size", unset=0) or max(1, max(lengths, default=1))
     step = StepShape(
         lengths,
         number(ctx, "page_size"),
@@ -106,7 +107,8 @@ def sglang_plan_prefill(
     lengths = read_lengths(cached_seq_lens, req_to_token, req_indices)
     new = [int(n) for n in plain(input_seq_lens).flatten().tolist()]
     if len(new) != len(lengths) or min(new, default=0) < 0:
-        raise OpError(f"plan_prefill: input_seq_lens: expected {len(lengths)} numbers >= 0, received {new}")
+        problem = f"expected {len(lengths)} numbers >= 0, received {new}"
+        raise OpError("plan_prefill: input_seq_lens", problem, "pass the new tokens of each request")
     step, device = StepShape(lengths, page_size, num_kv_heads, 0, 0, 0, 1), dense_kv_indices.device
     pages = step.per_segment(step.pages)
     last = [(length - 1) % page_size + 1 if length else 0 for length in lengths]
@@ -161,17 +163,24 @@ def read_lengths(lengths: torch.Tensor, req_to_token: torch.Tensor, req_indices:
     Raises:
         OpError: there is no such row, or it holds fewer tokens.
     """
+    given = {"cached_seq_lens": (lengths, 1), "req_to_token": (req_to_token, 2), "req_indices": (req_indices, 1)}
+    for name, (x, rank) in given.items():
+        if not isinstance(x, torch.Tensor) or x.dim() != rank or x.is_floating_point():
+            problem = f"expected an integer tensor of {rank} axes, received {described(x)}"
+            raise OpError(f"plan: {name}", problem, "pass lengths [B], slots [requests, tokens], rows [B]")
     rows, width = plain(req_to_token).shape
-    lens, indices = (plain(x).flatten().long() for x in (lengths, req_indices))
+    lens, indices = (plain(x).long() for x in (lengths, req_indices))
     if len(lens) != len(indices):
-        raise OpError(f"plan: expected a row of req_to_token for each of {len(lens)} lengths, received {len(indices)}")
+        problem = f"expected a row of req_to_token for each of {len(lens)} lengths, received {len(indices)}"
+        raise OpError("plan: req_indices", problem, "pass as many rows as lengths")
     read, places = torch.stack([lens, indices.to(lens.device)]).tolist()
     for length, place in zip(read, places, strict=True):
         if not (0 <= length <= width and 0 <= place < rows):
-            raise OpError(
-                f"plan: expected lengths in [0, {width}] and rows in [0, {rows}) of req_to_token {[rows, width]}, "
+            problem = (
+                f"expected lengths in [0, {width}] and rows in [0, {rows}) of req_to_token {[rows, width]}, "
                 f"received length {length} in row {place}"
             )
+            raise OpError("plan", problem, "enter the slot of every token in req_to_token first")
     return [int(length) for length in read]
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from kvsieve.compat.vortex.abs.tensor import plain
-from kvsieve.compat.vortex.core.ops import bf16
 from kvsieve.compat.vortex.core.pages import Completed
+from kvsieve.compat.vortex.core.row_op import bf16
+from kvsieve.compat.vortex.core.step import number
 
 
 def _fill_p(x: torch.Tensor, loc: torch.Tensor, num_kv_heads: int, page_size: int, alpha: float) -> None:
@@ -19,4 +20,4 @@ def _fill_p(x: torch.Tensor, loc: torch.Tensor, num_kv_heads: int, page_size: in
 
 def fill_p(x: Any, loc: torch.Tensor, ctx: Any, alpha: float) -> None:
     """:func:`_fill_p` with the geometry of a context."""
-    _fill_p(x, loc, ctx.head_num, ctx.page_size, alpha)
+    _fill_p(x, loc, number(ctx, "head_num"), number(ctx, "page_size"), alpha)

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from kvsieve.compat.vortex.abs.tensor import plain
+from kvsieve.compat.vortex.core.checks import check_dim, member
 from kvsieve.compat.vortex.core.formats import FORMAT
 from kvsieve.compat.vortex.core.kernels import Gathered, compute
 from kvsieve.compat.vortex.core.maths import REDUCE
 from kvsieve.compat.vortex.core.pages import Completed
+from kvsieve.compat.vortex.core.step import number
 from kvsieve.compat.vortex.utils import ReduceType
 
 P, R = FORMAT.PAGED, FORMAT.RAGGED
@@ -29,7 +31,8 @@ def _reduction(source: FORMAT, target: FORMAT) -> Callable[..., None]:
         dim: int,
         reduce_type: Any,
     ) -> None:
-        kind = reduce_type if isinstance(reduce_type, ReduceType) else ReduceType(reduce_type)
+        check_dim("reduce", dim, (1, 2))
+        kind = member("reduce_type", ReduceType, reduce_type)
         pages, out = Completed.of(loc, page_size, num_kv_heads), plain(output)
         gathered = Gathered(plain(x), pages.rows(source))
         width = out.shape[1] * out.shape[2]
@@ -42,7 +45,7 @@ def _of_context(loose: Callable[..., None]) -> Callable[..., None]:
     """The same with the geometry of a context."""
 
     def reduce(x: Any, output: Any, loc: torch.Tensor, ctx: Any, dim: int, reduce_type: Any) -> None:
-        loose(x, output, loc, ctx.head_num, ctx.page_size, dim, reduce_type)
+        loose(x, output, loc, number(ctx, "head_num"), number(ctx, "page_size"), dim, reduce_type)
 
     return reduce
 

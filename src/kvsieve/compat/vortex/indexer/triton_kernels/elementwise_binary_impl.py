@@ -6,14 +6,16 @@ from typing import Any
 
 import torch
 
+from kvsieve.compat.vortex.core.checks import member
 from kvsieve.compat.vortex.core.maths import BINARY
-from kvsieve.compat.vortex.core.ops import bf16
+from kvsieve.compat.vortex.core.row_op import bf16
+from kvsieve.compat.vortex.core.step import required, winfo_of
 from kvsieve.compat.vortex.indexer.triton_kernels._rows import batched, listed, paged, run
 from kvsieve.compat.vortex.utils import ElementwiseBinaryOpType
 
 
 def _function(op_type: Any, alpha: float, beta: float) -> Any:
-    kind = op_type if isinstance(op_type, ElementwiseBinaryOpType) else ElementwiseBinaryOpType(op_type)
+    kind = member("op_type", ElementwiseBinaryOpType, op_type)
     first, second = bf16(alpha), bf16(beta)
     return lambda x, y: BINARY[kind](x, y, first, second)
 
@@ -77,17 +79,15 @@ def _elementwise_binary_bpr(
 
 def elementwise_binary_rrr(x: Any, y: Any, o: Any, op_type: Any, alpha: float, beta: float, ctx: Any) -> None:
     """:func:`_elementwise_binary_rrr` with the work list of a context."""
-    winfo = ctx.winfo_kv_offsets, ctx.winfo_kv_lens, ctx.winfo_num_workloads
-    _elementwise_binary_rrr(x, y, o, *winfo, 0, op_type, alpha, beta)
+    _elementwise_binary_rrr(x, y, o, *winfo_of(ctx), 0, op_type, alpha, beta)
 
 
 def elementwise_binary_rpr(x: Any, y: Any, o: Any, op_type: Any, alpha: float, beta: float, ctx: Any) -> None:
     """:func:`_elementwise_binary_rpr` with the work list of a context."""
-    winfo = ctx.winfo_kv_offsets, ctx.winfo_kv_lens, ctx.winfo_num_workloads
-    _elementwise_binary_rpr(x, y, o, ctx.dense_kv_indices, *winfo, 0, op_type, alpha, beta)
+    _elementwise_binary_rpr(x, y, o, required(ctx, "dense_kv_indices"), *winfo_of(ctx), 0, op_type, alpha, beta)
 
 
 def elementwise_binary_bpr(x: Any, y: Any, o: Any, op_type: Any, alpha: float, beta: float, ctx: Any) -> None:
     """:func:`_elementwise_binary_bpr` with the work list of a context."""
-    winfo = ctx.winfo_q_indices, ctx.winfo_kv_offsets, ctx.winfo_kv_lens, ctx.winfo_num_workloads
-    _elementwise_binary_bpr(x, y, o, ctx.dense_kv_indices, *winfo, 0, op_type, alpha, beta)
+    lists = required(ctx, "dense_kv_indices"), required(ctx, "winfo_q_indices")
+    _elementwise_binary_bpr(x, y, o, *lists, *winfo_of(ctx), 0, op_type, alpha, beta)

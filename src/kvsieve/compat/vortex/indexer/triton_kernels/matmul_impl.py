@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kvsieve.compat.vortex.core.maths import gemm
+from kvsieve.compat.vortex.core.step import required, winfo_of
 from kvsieve.compat.vortex.indexer.triton_kernels._rows import batched, listed, paged, run
 
 
@@ -58,15 +59,14 @@ def _mm_rpr(
 
 def mm_bpr(x: Any, y: Any, o: Any, ctx: Any) -> None:
     """:func:`_mm_bpr` with the work list of a context."""
-    winfo = ctx.winfo_q_indices, ctx.winfo_kv_offsets, ctx.winfo_kv_lens, ctx.winfo_num_workloads
-    _mm_bpr(x, y, o, ctx.dense_kv_indices, *winfo)
+    _mm_bpr(x, y, o, required(ctx, "dense_kv_indices"), required(ctx, "winfo_q_indices"), *winfo_of(ctx))
 
 
 def mm_rrr(x: Any, y: Any, o: Any, ctx: Any) -> None:
     """:func:`_mm_rrr` with the work list of a context."""
-    _mm_rrr(x, y, o, ctx.winfo_kv_offsets, ctx.winfo_kv_lens, ctx.winfo_num_workloads)
+    _mm_rrr(x, y, o, *winfo_of(ctx))
 
 
 def mm_rpr(x: Any, y: Any, o: Any, ctx: Any) -> None:
     """:func:`_mm_rpr` with the work list of a context."""
-    _mm_rpr(x, y, o, ctx.dense_kv_indices, ctx.winfo_kv_offsets, ctx.winfo_kv_lens, ctx.winfo_num_workloads)
+    _mm_rpr(x, y, o, required(ctx, "dense_kv_indices"), *winfo_of(ctx))

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from kvsieve.compat.vortex.abs.tensor import plain
-from kvsieve.compat.vortex.core.errors import OpError
+from kvsieve.compat.vortex.core.checks import check_dim
 from kvsieve.compat.vortex.core.kernels import scan_windows
 from kvsieve.compat.vortex.core.maths import normalize
+from kvsieve.compat.vortex.core.step import budget_of, required, segments_of
 from kvsieve.compat.vortex.core.work import Windows
-from kvsieve.compat.vortex.indexer.context import number, segments_of
 
 
 def _normalize_inplace_r(
@@ -31,13 +31,12 @@ def _normalize_inplace_r(
     Args:
         x: [S, D0, D1]. dim: 0. indptr: [segments + 1], the page listing. batch_size: segments.
     """
-    if dim != 0:
-        raise OpError(f"_normalize_inplace_r: expected dim 0, received {dim!r}")
+    check_dim("_normalize_inplace_r", dim, (0,))
     windows = Windows.read(indptr, batch_size, page_reserved_bos, page_reserved_eos, topk_val)
     scan_windows(plain(x), plain(x), windows, normalize, 0.0)
 
 
 def normalize_inplace_r(x: Any, dim: int, ctx: Any) -> None:
     """:func:`_normalize_inplace_r` with the page listing of a context."""
-    bos, eos = number(ctx, "page_reserved_bos"), number(ctx, "page_reserved_eos")
-    _normalize_inplace_r(x, dim, ctx.dense_kv_indptr, bos, eos, number(ctx, "topk_val"), segments_of(ctx))
+    indptr = required(ctx, "dense_kv_indptr")
+    _normalize_inplace_r(x, dim, indptr, *budget_of(ctx), segments_of(ctx))

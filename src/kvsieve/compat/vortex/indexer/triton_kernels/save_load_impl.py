@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from kvsieve.compat.vortex.abs.tensor import plain
+from kvsieve.compat.vortex.core.kernels import copy_rows
+from kvsieve.compat.vortex.core.step import required, winfo_of
 from kvsieve.compat.vortex.core.work import Work
 from kvsieve.compat.vortex.indexer.triton_kernels._rows import paged
 
@@ -23,7 +25,7 @@ def _save_rp(
 ) -> None:
     """``o[indices[p]] = x[p]``."""
     work = Work.read(winfo_offsets, winfo_lens, winfo_num_workloads)
-    plain(o)[paged(indices)(work)] = plain(x)[work.positions].to(o.dtype)
+    copy_rows(plain(x), work.positions, plain(o), paged(indices)(work))
 
 
 def _load_pr(
@@ -38,14 +40,14 @@ def _load_pr(
 ) -> None:
     """``o[p] = x[indices[p]]``."""
     work = Work.read(winfo_offsets, winfo_lens, winfo_num_workloads)
-    plain(o)[work.positions] = plain(x)[paged(indices)(work)].to(o.dtype)
+    copy_rows(plain(x), paged(indices)(work), plain(o), work.positions)
 
 
 def save_rp(x: Any, o: Any, ctx: Any) -> None:
     """:func:`_save_rp` with the work list of a context."""
-    _save_rp(x, o, ctx.dense_kv_indices, ctx.winfo_kv_offsets, ctx.winfo_kv_lens, ctx.winfo_num_workloads)
+    _save_rp(x, o, required(ctx, "dense_kv_indices"), *winfo_of(ctx))
 
 
 def load_pr(x: Any, o: Any, ctx: Any) -> None:
     """:func:`_load_pr` with the work list of a context."""
-    _load_pr(x, o, ctx.dense_kv_indices, ctx.winfo_kv_offsets, ctx.winfo_kv_lens, ctx.winfo_num_workloads)
+    _load_pr(x, o, required(ctx, "dense_kv_indices"), *winfo_of(ctx))
