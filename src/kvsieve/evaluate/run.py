@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
 from typing import Any
 
 import torch
@@ -130,12 +131,17 @@ def run_units(setting: Setting, todo: Sequence[Unit], jobs: int) -> Iterator[lis
             yield from run_unit(setting, unit)
         return
     workers = min(jobs, len(todo))
-    threads = max(1, torch.get_num_threads() // workers)
-    with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (threads,)) as pool:
-        futures = [pool.submit(_whole_unit, setting, unit) for unit in todo]
+    threads, spawn = max(1, torch.get_num_threads() // workers), get_context("spawn")
+    results: SimpleQueue[list[Result]] = spawn.SimpleQueue()  # as they come: an interrupted run keeps them
+    with ProcessPoolExecutor(workers, spawn, _start_worker, (threads, results)) as pool:
+        running = {pool.submit(_send_unit, setting, unit) for unit in todo}
         try:
-            for future in as_completed(futures):
-                yield from future.result()
+            while running:
+                done, running = wait(running, timeout=0.2)
+                while not results.empty():
+                    yield results.get()
+                for future in done:
+                    future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -164,10 +170,16 @@ def _loaded(setting: Setting) -> tuple[Any, Corpus]:
     return model, Corpus(tokenizer, setting.text)
 
 
-def _start_worker(threads: int) -> None:
+_results: SimpleQueue[list[Result]]
+
+
+def _start_worker(threads: int, results: SimpleQueue[list[Result]]) -> None:
+    global _results
+    _results = results
     torch.set_num_threads(threads)
     quiet_transformers()
 
 
-def _whole_unit(setting: Setting, unit: Unit) -> list[list[Result]]:
-    return list(run_unit(setting, unit))
+def _send_unit(setting: Setting, unit: Unit) -> None:
+    for results in run_unit(setting, unit):
+        _results.put(results)
