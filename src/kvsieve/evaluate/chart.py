@@ -60,9 +60,9 @@ def heat_map(title: str, values: Sequence[Sequence[float]], layers: Sequence[int
     cells = []
     for i, (layer, row) in enumerate(zip(layers, values, strict=True)):
         for head, value in enumerate(row):
-            place = f'x="{left + i * size}" y="{top + head * high}" width="{size - 1}" height="{high - 1}"'
-            words = f"layer {layer}, KV head {head}: {value:.1%}"
-            cells.append(f'<rect {place} fill-opacity="{value:.3f}"><title>{words}</title></rect>')
+            words = f"layer {layer}, head {head}: {value:.0%}"
+            place = f'd="M{i} {head}h{1 - 1 / size:.2f}"'
+            cells.append(f'<path {place} stroke-opacity="{value:.2f}"><title>{words}</title></path>')
     marks = "".join(
         f'<text class="tick" text-anchor="middle" x="{left + (i + 0.5) * size}" y="{top + heads * high + 11}">{layer}'
         "</text>"
@@ -78,7 +78,8 @@ def heat_map(title: str, values: Sequence[Sequence[float]], layers: Sequence[int
     return (
         f'<figure class="heat"><svg viewBox="0 0 {max(width, 200)} {height}" role="img" aria-label="{escape(title)}">'
         f'<text x="{left}" y="11" class="title">{escape(title)}</text><rect class="frame" {border}/>'
-        f'<g class="cells">{"".join(cells)}</g>{marks}</svg></figure>'
+        f'<g class="cells" transform="translate({left} {top + high / 2}) scale({size} {high})" '
+        f'stroke-width="{1 - 1 / high:.2f}">{"".join(cells)}</g>{marks}</svg></figure>'
     )
 
 
