@@ -28,12 +28,22 @@ struct Attention {
   void* out;                        // [batch, heads, group, width_v], dense
   float* lse;                       // [batch, heads, group]
   double scale, softcap;            // softcap 0: none
+  float* mass;                      // [batch, heads, listed, page_size]: what the tokens received, or null
+  int64_t listed, reduction;        // pages of the longest list; over the group: one of Reduction
 };
+
+enum Reduction : int64_t { SUM = 0, MEAN = 1, MAX = 2 };
 
 constexpr int SHORT_CHUNK = 256, LONG_CHUNK = 1024, LONG_LIST = 16384, TILE = 32, HEADS_AT_ONCE = 4;
 
+inline int64_t round_up(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
+
 struct Unit {
   int64_t batch, head, first, last;  // listed tokens [first, last) of a segment
+  int64_t kept;                      // where its exponentials are kept if mass is wanted, in floats
+
+  int64_t tokens() const { return last - first; }
+  int64_t stride() const { return round_up(tokens()) + LANES; }  // of a query head's logits; never a power of two
 };
 
 // Listed tokens of a segment: all pages are full but the last one of the list, if it is the request's last.
@@ -193,14 +203,13 @@ void attend_heads(const Attention& a, const int64_t* rows, int64_t tokens, const
   }
 }
 
+// `kept` [group, stride]: where exponentials stay; null: in scratch, until the next heads.
 template <class T>
-void attend_unit(const Attention& a, const Unit& unit, std::vector<float>& scratch, float* partial) {
+void attend_unit(const Attention& a, const Unit& unit, std::vector<float>& scratch, float* partial, float* kept) {
   int64_t rows[LONG_CHUNK];
-  const int64_t tokens = unit.last - unit.first;
+  const int64_t tokens = unit.tokens(), stride = unit.stride();
   find_rows(a, unit, rows);
-  const int64_t padded_k = (a.width_k + LANES - 1) / LANES * LANES;
-  const int64_t padded_v = (a.width_v + LANES - 1) / LANES * LANES;
-  const int64_t stride = LONG_CHUNK + LANES;
+  const int64_t padded_k = round_up(a.width_k), padded_v = round_up(a.width_v);
   scratch.resize(HEADS_AT_ONCE * (padded_k + stride) + LANES);
   float* const aligned = (float*)(((uintptr_t)scratch.data() + 63) & ~(uintptr_t)63);
   float *q = aligned, *logits = q + HEADS_AT_ONCE * padded_k;
@@ -218,14 +227,45 @@ void attend_unit(const Attention& a, const Unit& unit, std::vector<float>& scrat
                : heads == 3 ? attend_heads<T, 3>
                : heads == 2 ? attend_heads<T, 2>
                             : attend_heads<T, 1>;
-    run(a, rows, tokens, q, padded_k, logits, stride, maximum + g, total + g, sums + g * padded_v, padded_v);
+    run(a, rows, tokens, q, padded_k, kept ? kept + g * stride : logits, stride, maximum + g, total + g, sums + g * padded_v, padded_v);
   }
 }
 
-// Merges the chunks [first, last) of a segment, and its sink logit, into out and lse.
+// A unit's exponentials [group, stride] become probabilities by `factors` [group], reduced over the group [tokens].
+inline void reduce_group(const Attention& a, const Unit& unit, const float* kept, const float* factors, float* to) {
+  const int64_t tokens = unit.tokens(), stride = unit.stride();
+  for (int64_t t = 0; t < tokens; t += LANES) {
+    Floats total = load(kept + t) * factors[0];
+    for (int64_t g = 1; g < a.group; ++g) {
+      const Floats x = load(kept + g * stride + t) * factors[g];
+      if (a.reduction == MAX)
+        total = (x > total) | (x != x) ? x : total;  // a NaN stays one
+      else
+        total += x;
+    }
+    if (a.reduction == MEAN) total /= (float)a.group;
+    std::memcpy(to + t, &total, std::min<int64_t>(LANES, tokens - t) * sizeof(float));
+  }
+}
+
+// What the listed tokens of a segment received, in the places of its list; 0 where there is no token.
+inline void give_mass(const Attention& a, int64_t segment, const std::vector<Unit>& units,
+                      const std::vector<int64_t>& first, const float* partials, int64_t size, const float* kept) {
+  const int64_t places = a.listed * a.page_size;
+  float* to = a.mass + segment * places;
+  int64_t tokens = 0;
+  for (int64_t u = first[segment]; u < first[segment + 1]; ++u) {
+    reduce_group(a, units[u], kept + units[u].kept, partials + u * size, to + units[u].first);
+    tokens = units[u].last;
+  }
+  std::fill(to + tokens, to + places, 0.0f);
+}
+
+// Merges the chunks [first, last) of a segment, and its sink logit, into out and lse. Of each chunk the maxima become
+// what its exponentials must be multiplied by to be probabilities.
 template <class T>
-void merge(const Attention& a, int64_t b, int64_t h, const float* partials, int64_t size, int64_t first, int64_t last) {
-  const int64_t padded_v = (a.width_v + LANES - 1) / LANES * LANES;
+void merge(const Attention& a, int64_t b, int64_t h, float* partials, int64_t size, int64_t first, int64_t last) {
+  const int64_t padded_v = round_up(a.width_v);
   const float nothing = -std::numeric_limits<float>::infinity();
   std::vector<float> sums(padded_v);
   for (int64_t g = 0; g < a.group; ++g) {
@@ -236,47 +276,65 @@ void merge(const Attention& a, int64_t b, int64_t h, const float* partials, int6
     float total = sink == nothing ? 0.0f : std::exp(sink - shift);
     std::fill(sums.begin(), sums.end(), 0.0f);
     for (int64_t c = first; c < last; ++c) {
-      const float* part = partials + c * size;
-      const float weight = std::exp(part[g] - shift);
+      float* part = partials + c * size;
+      const float weight = part[g] = std::exp(part[g] - shift);
       total += weight * part[a.group + g];
       const float* from = part + 2 * a.group + g * padded_v;
       for (int64_t d = 0; d < padded_v; ++d) sums[d] += weight * from[d];
     }
+    for (int64_t c = first; c < last; ++c) partials[c * size + g] /= total;
     const int64_t row = (b * a.heads + h) * a.group + g;
     a.lse[row] = shift + std::log(total);
     for (int64_t d = 0; d < a.width_v; ++d) put((T*)a.out + row * a.width_v + d, sums[d] / total);
   }
 }
 
+// The units of all segments, in order; `first` [segments + 1]: of each segment. Returns the listed tokens.
+inline int64_t cut(const Attention& a, std::vector<Unit>& units, std::vector<int64_t>& first) {
+  int64_t read = 0, kept = 0;
+  for (int64_t s = 0; s < a.batch * a.heads; ++s) {
+    const int64_t tokens = listed_tokens(a, s / a.heads, s % a.heads);
+    const int64_t chunk = tokens <= LONG_LIST ? SHORT_CHUNK : LONG_CHUNK;
+    first.push_back((int64_t)units.size());
+    for (int64_t t = 0; t < tokens; t += chunk) {
+      units.push_back({s / a.heads, s % a.heads, t, std::min(t + chunk, tokens), kept});
+      kept += a.group * units.back().stride();
+    }
+    read += tokens;
+  }
+  first.push_back((int64_t)units.size());
+  return read;
+}
+
+// Grows and never shrinks: steps need much the same memory.
+inline float* at_least(std::vector<float>& buffer, int64_t size) {
+  if ((int64_t)buffer.size() < size) buffer.resize(size);
+  return buffer.data();
+}
+
 // Returns the number of K/V tokens read.
 template <class T>
 int64_t attend(const Attention& a) {
-  const int64_t padded_v = (a.width_v + LANES - 1) / LANES * LANES;
-  const int64_t size = a.group * (2 + padded_v), segments = a.batch * a.heads;
+  const int64_t size = a.group * (2 + round_up(a.width_v)), segments = a.batch * a.heads;
   std::vector<Unit> units;
-  std::vector<int64_t> first(segments + 1);
-  int64_t read = 0;
-  for (int64_t s = 0; s < segments; ++s) {
-    const int64_t tokens = listed_tokens(a, s / a.heads, s % a.heads);
-    const int64_t chunk = tokens <= LONG_LIST ? SHORT_CHUNK : LONG_CHUNK;
-    first[s] = (int64_t)units.size();
-    for (int64_t t = 0; t < tokens; t += chunk)
-      units.push_back({s / a.heads, s % a.heads, t, std::min(t + chunk, tokens)});
-    read += tokens;
-  }
-  first[segments] = (int64_t)units.size();
-  static thread_local std::vector<float> partials;
-  partials.resize(std::max(partials.size(), units.size() * (size_t)size));
-  float* const partial = partials.data();
-  const int64_t work = (int64_t)units.size();
+  std::vector<int64_t> first;
+  const int64_t read = cut(a, units, first), work = (int64_t)units.size();
+  static thread_local std::vector<float> partials, exponentials;
+  float* const partial = at_least(partials, work * size);
+  float* const kept = a.mass && work ? at_least(exponentials, units.back().kept + a.group * units.back().stride()) : 0;
 #pragma omp parallel if (work > 1)
   {
     std::vector<float> scratch;
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t u = 0; u < work; ++u) attend_unit<T>(a, units[u], scratch, partial + u * size);
+    for (int64_t u = 0; u < work; ++u)
+      attend_unit<T>(a, units[u], scratch, partial + u * size, kept ? kept + units[u].kept : nullptr);
 #pragma omp for schedule(static)
     for (int64_t s = 0; s < segments; ++s)
       merge<T>(a, s / a.heads, s % a.heads, partial, size, first[s], first[s + 1]);
+    if (a.mass) {
+#pragma omp for schedule(static)
+      for (int64_t s = 0; s < segments; ++s) give_mass(a, s, units, first, partial, size, kept);
+    }
   }
   return read;
 }

@@ -39,8 +39,7 @@ class CompiledBackend(Backend):
     def kernels(self, pool: LayerPool) -> dict[str, str]:
         names = {**super().kernels(pool), **dict.fromkeys(("summarize", "score"), "torch.compile (inductor)")}
         if _is_native(pool):
-            native_phases = ("write", "select") if "mass" in pool.state else ("write", "select", "attend")
-            names |= {phase: f"C++ kvsieve_{phase}" for phase in native_phases}
+            names |= {phase: f"C++ kvsieve_{phase}" for phase in ("write", "select", "attend")}
         return names
 
     def refusal(self, graphs: FlowGraphs) -> str | None:
@@ -96,8 +95,8 @@ class CompiledBackend(Backend):
     def attend(
         self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        if options.mass is None and _is_native(pool):
-            return *native.attend(q, pool, rows, selection, options), None
+        if _is_native(pool):
+            return native.attend(q, pool, rows, selection, options)
         return attend_selected(q, pool, rows, selection, options)
 
     def prompt_mass(

@@ -14,6 +14,8 @@ from kvsieve.plan import Quota, Rows, Writes
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes of q, K and V that the kernels know, and their numbers there."""
+REDUCTIONS = ("sum", "mean", "max")
+"""Over the group's query heads; the place of each is its number in the kernels."""
 
 
 class _Attention(ctypes.Structure):
@@ -23,7 +25,7 @@ class _Attention(ctypes.Structure):
         *(("k", c_void_p), ("v", c_void_p), ("blocks", c_int64), ("table", c_void_p), ("table_batch", c_int64)),
         *(("pages", c_void_p), ("pages_batch", c_int64), ("pages_head", c_int64)),
         *((name, c_void_p) for name in ("counts", "lengths", "sinks", "out", "lse")),
-        *(("scale", c_double), ("softcap", c_double)),
+        *(("scale", c_double), ("softcap", c_double), ("mass", c_void_p), ("listed", c_int64), ("reduction", c_int64)),
     )
 
 
@@ -47,8 +49,9 @@ class _Writing(ctypes.Structure):
 
 def attend(
     q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [B, H, G, D] -> out [B, H, G, Dv] in q's dtype, lse [B, H, G] float32. Pages are read where they lie."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """q [B, H, G, D] -> out [B, H, G, Dv] in q's dtype, lse [B, H, G] float32, and with ``options.mass`` what the
+    selected tokens received [B, H, K, p] float32. Pages are read where they lie."""
     batch, heads, group, width = q.shape
     q = q if q.stride(3) == 1 else q.contiguous()
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
@@ -56,6 +59,9 @@ def attend(
     k, v, table = pool.k, pool.v, rows.table
     out = torch.empty(batch, heads, group, v.shape[3], dtype=q.dtype)
     lse = torch.empty(batch, heads, group, dtype=torch.float32)
+    wanted, mass = options.mass, None
+    if wanted is not None:
+        mass = torch.empty(batch, heads, pages.shape[2], pool.page_size, dtype=torch.float32)
     call = _Attention(
         *(batch, heads, group, width, v.shape[3], pool.page_size),
         *(q.data_ptr(), q.stride(0), q.stride(1), q.stride(2)),
@@ -63,9 +69,10 @@ def attend(
         *(pages.data_ptr(), pages.stride(0), pages.stride(1)),
         *(selection.count.data_ptr(), rows.lengths_tensor.data_ptr(), None if sinks is None else sinks.data_ptr()),
         *(out.data_ptr(), lse.data_ptr(), options.scale, options.softcap or 0.0),
+        *(None if mass is None else mass.data_ptr(), pages.shape[2], REDUCTIONS.index(wanted.group) if wanted else 0),
     )
     load_kernels().kvsieve_attend(ctypes.byref(call), c_int64(TYPES[q.dtype]))
-    return out, lse
+    return out, lse, mass
 
 
 def select(scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
