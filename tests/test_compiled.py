@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,9 +18,10 @@ from kvsieve.backends.compiled.products import einsum, matmul
 from kvsieve.backends.select import select_pages
 from kvsieve.budget import Budget
 from kvsieve.errors import ConfigError, KvsieveError
+from kvsieve.graph import FieldSpec
 from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
-from kvsieve.plan import Quota, Rows, Window
+from kvsieve.plan import MassRows, Quota, Rows, Window
 from kvsieve.reference import reduce_group
 from kvsieve.runtime import Runtime
 
@@ -196,6 +198,42 @@ def test_nan_of_one_query_head_is_seen_in_the_mass() -> None:
         options = AttentionOptions(0.25, mass=AttentionMass(group=reduction))
         mass = native.attend(q, pool, rows, choose(rows, 8, 2, 9, 0), options)[2]
         assert mass is not None and mass[0, 0].isnan().all() and mass[0, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("page", [1, 5, 33])
+@pytest.mark.parametrize("rebase", [{}, {0: 0.25, 2: 0.0}])
+def test_stored_mass_is_rebased_and_added_to(page: int, rebase: dict[int, float], generator: torch.Generator) -> None:
+    """Beside float64: rows of the lists grow, other rows of rebased requests are multiplied, no other row changes."""
+    heads, lengths = 3, [4 * page, 7 * page - page // 2, page]
+    pages = [-(-length // page) for length in lengths]
+    specs = {"mass": FieldSpec((page,), torch.float32, torch.zeros(page)),
+             "mass_sum": FieldSpec((), torch.float32, torch.tensor(0.0))}  # fmt: skip
+    pool = LayerPool(heads, page, 4, 4, torch.float32, torch.device("cpu"), {}, specs)
+    pool.reserve(1, sum(pages) + 4)
+    table = torch.zeros(3, max(pages) + 2, dtype=torch.int64)  # wider than needed, null behind
+    order = torch.randperm(sum(pages), generator=generator) + 2
+    for i, part in enumerate(order.split(pages)):
+        table[i, : pages[i]] = part
+    pool.state["mass"].fill_(math.nan), pool.state["mass_sum"].fill_(math.nan)
+    pool.state["mass"][:, order] = torch.rand(heads, len(order), page, generator=generator)
+    pool.state["mass"][:, order[::3]] = 0.0
+    pool.state["mass_sum"][:, order] = pool.state["mass"][:, order].sum(-1)
+    rows = Rows((0,) * 3, (1,) * 3, tuple(lengths), table, torch.tensor(lengths))
+    mass = MassRows(table, torch.tensor([2.0, 1.0, 0.5]), rebase)
+    selection = choose(rows, page, heads, 3, 0)
+    increment = torch.rand(3, heads, selection.pages.shape[2], page, generator=generator)
+    wanted = {name: field.to(F64) for name, field in pool.state.items()}
+    for i, h in itertools.product(range(3), range(heads)):
+        for field in wanted.values():
+            field[h, table[i, : pages[i]]] *= rebase.get(i, 1.0)
+        for place, number in enumerate(selection.pages[i, h, : int(selection.count[i])].tolist()):
+            added = increment[i, h, place].to(F64) * mass.unit[i]
+            wanted["mass"][h, table[i, number]] += added
+            wanted["mass_sum"][h, table[i, number]] += added.sum()
+    native.add_mass(pool, rows, mass, selection, increment)
+    for name, field in wanted.items():
+        assert torch.allclose(pool.state[name].to(F64), field, rtol=1e-6, atol=1e-7, equal_nan=True)
+        assert pool.state[name][:, [0, 1, -1]].isnan().all()
 
 
 @pytest.mark.parametrize("width", [3, 511, 513, 5000, 70_001])

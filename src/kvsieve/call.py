@@ -225,13 +225,7 @@ class Call:
 
     def _add_mass(self, pool: LayerPool, plan: Plan, selection: Selection, increment: torch.Tensor) -> None:
         """Add what a step's attention gave the selected tokens: increment [B, H, K, p]."""
-        for place, mass in enumerate(self.masses):
-            if mass.counted is not None and mass.counted.rebase is not None:
-                stored = -(-plan.rows.lengths[place] // pool.page_size)
-                pool.rebase_mass(plan.mass.table[place, :stored], mass.counted.rebase)
-        pages = torch.where(selection.listed(), selection.pages, 0)
-        rows = torch.gather(plan.mass.table[:, None].expand(-1, pages.shape[1], -1), 2, pages)
-        pool.add_mass(rows, increment * plan.mass.unit[:, None, None, None])
+        self.host.backend.add_mass(pool, plan.rows, plan.mass, selection, increment)
 
     def _count(self, layer: Layer, plan: Plan, quota: Quota) -> None:
         pool, counted = layer.pool, self.host.counted

@@ -43,7 +43,7 @@ struct Unit {
   int64_t kept;                      // where its exponentials are kept if mass is wanted, in floats
 
   int64_t tokens() const { return last - first; }
-  int64_t stride() const { return round_up(tokens()) + LANES; }  // of a query head's logits; never a power of two
+  int64_t stride() const { return round_up(tokens()) + LANES; }  // of a query head's logits
 };
 
 // Listed tokens of a segment: all pages are full but the last one of the list, if it is the request's last.
@@ -331,10 +331,8 @@ int64_t attend(const Attention& a) {
 #pragma omp for schedule(static)
     for (int64_t s = 0; s < segments; ++s)
       merge<T>(a, s / a.heads, s % a.heads, partial, size, first[s], first[s + 1]);
-    if (a.mass) {
 #pragma omp for schedule(static)
-      for (int64_t s = 0; s < segments; ++s) give_mass(a, s, units, first, partial, size, kept);
-    }
+    for (int64_t s = 0; s < (a.mass ? segments : 0); ++s) give_mass(a, s, units, first, partial, size, kept);
   }
   return read;
 }

@@ -15,7 +15,7 @@ from kvsieve.backends.select import select_pages
 from kvsieve.graph import FlowGraphs
 from kvsieve.lower import lower
 from kvsieve.paging.pool import LayerPool
-from kvsieve.plan import Quota, Rows, Window, Writes
+from kvsieve.plan import MassRows, Quota, Rows, Window, Writes
 
 SEGMENT_FIELDS = ("valid", "blocks", "rows", "position", "age", "mass_scale")
 
@@ -39,7 +39,7 @@ class CompiledBackend(Backend):
     def kernels(self, pool: LayerPool) -> dict[str, str]:
         names = {**super().kernels(pool), **dict.fromkeys(("summarize", "score"), "torch.compile (inductor)")}
         if _is_native(pool):
-            names |= {phase: f"C++ kvsieve_{phase}" for phase in ("write", "select", "attend")}
+            names |= {phase: f"C++ kvsieve_{phase}" for phase in ("write", "select", "attend", "mass")}
         return names
 
     def refusal(self, graphs: FlowGraphs) -> str | None:
@@ -98,6 +98,14 @@ class CompiledBackend(Backend):
         if _is_native(pool):
             return native.attend(q, pool, rows, selection, options)
         return attend_selected(q, pool, rows, selection, options)
+
+    def add_mass(
+        self, pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, increment: torch.Tensor
+    ) -> None:
+        if _is_native(pool):
+            native.add_mass(pool, rows, mass, selection, increment)
+        else:
+            super().add_mass(pool, rows, mass, selection, increment)
 
     def prompt_mass(
         self, q: torch.Tensor, pool: LayerPool, blocks: torch.Tensor, first: int, options: AttentionOptions

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_double, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int64, c_void_p
 
 import torch
 
 from kvsieve.backends.base import AttentionOptions, Selection
 from kvsieve.backends.compiled.build import load_kernels
 from kvsieve.paging.pool import LayerPool
-from kvsieve.plan import Quota, Rows, Writes
+from kvsieve.plan import MassRows, Quota, Rows, Writes
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes of q, K and V that the kernels know, and their numbers there."""
@@ -26,6 +26,15 @@ class _Attention(ctypes.Structure):
         *(("pages", c_void_p), ("pages_batch", c_int64), ("pages_head", c_int64)),
         *((name, c_void_p) for name in ("counts", "lengths", "sinks", "out", "lse")),
         *(("scale", c_double), ("softcap", c_double), ("mass", c_void_p), ("listed", c_int64), ("reduction", c_int64)),
+    )
+
+
+class _Crediting(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "heads", "listed", "page_size", "rows")),
+        *(("table", c_void_p), ("table_batch", c_int64)),
+        *(("pages", c_void_p), ("pages_batch", c_int64), ("pages_head", c_int64)),
+        *((name, c_void_p) for name in ("counts", "lengths", "units", "factors", "increment", "mass", "sums")),
     )
 
 
@@ -73,6 +82,21 @@ def attend(
     )
     load_kernels().kvsieve_attend(ctypes.byref(call), c_int64(TYPES[q.dtype]))
     return out, lse, mass
+
+
+def add_mass(pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, increment: torch.Tensor) -> None:
+    """Rebase stored mass where ``mass`` says so, then add increment [B, H, K, p] to the selected pages."""
+    batch, heads, listed, page_size = increment.shape
+    pages = selection.pages if selection.pages.stride(2) == 1 else selection.pages.contiguous()
+    increment, stored, sums = increment.contiguous(), pool.state["mass"], pool.state["mass_sum"]
+    factors = (c_float * batch)(*(mass.rebase.get(place, 1.0) for place in range(batch))) if mass.rebase else None
+    call = _Crediting(
+        *(batch, heads, listed, page_size, stored.shape[1], mass.table.data_ptr(), mass.table.stride(0)),
+        *(pages.data_ptr(), pages.stride(0), pages.stride(1), selection.count.data_ptr()),
+        *(rows.lengths_tensor.data_ptr(), mass.unit.data_ptr(), factors and ctypes.addressof(factors)),
+        *(increment.data_ptr(), stored.data_ptr(), sums.data_ptr()),
+    )
+    load_kernels().kvsieve_mass(ctypes.byref(call))
 
 
 def select(scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
