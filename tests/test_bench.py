@@ -64,13 +64,30 @@ def test_cases_phases_and_bytes() -> None:
     assert values["phases"][2]["share_of_copy"] == pytest.approx(score.bytes / score.seconds / result.copy_bandwidth)
 
 
+@pytest.mark.parametrize(("name", "rebased"), [("h2o", 0), ("tova", 4 * (4 * 12 + 6 * 9 * 4)), ("snapkv", None)])
+def test_mass_is_a_phase_of_flows_whose_steps_add_to_it(name: str, rebased: int | None) -> None:
+    """TOVA rebases by 0: it reads the sums of 12 pages, and rewrites the 6 that the last step attended."""
+    stack = Stack(build_flow(name), SMALL, 47)
+    attended, listed = 2 * 2 * (6 * 4 - 1) * 4, 2 * 6 * 2 * 8
+    sizes, phases = stack.bytes(), stack.phases()
+    fed = rebased is not None
+    assert ("mass" in phases) == fed
+    assert sizes["attend"] == 2 * (6 * 4 - 1) * 2 * 2 * 20 * 4 + listed + (attended if fed else 0)
+    if rebased is not None:
+        assert sizes["mass"] == 3 * attended + 2 * listed + rebased
+        before = stack.stored_mass()[1][0]
+        assert (before.flatten(1)[:, :46].sum(1) > 0).all() and stack.first[1].selection is not None
+    (case, *_) = run_bench([build_flow(name)], [47], SMALL).flows[0].cases
+    assert {phase.name for phase in case.phases} == {*phases, "step"}
+
+
 @pytest.mark.parametrize("name", ["h2o_token_sparse_attention", "streaming_llm"])
 def test_flows_of_other_pages_and_without_score_attend_the_same_tokens(name: str) -> None:
     stack = Stack(build_flow(name), SMALL, 47)
     assert stack.quota.tokens == 2 * (6 * 4 - (1 if name == "streaming_llm" else 0))
 
 
-@pytest.mark.parametrize("name", ["gqa_quest_sparse_attention", "h2o_token_sparse_attention"])
+@pytest.mark.parametrize("name", ["gqa_quest_sparse_attention", "h2o_token_sparse_attention", "h2o"])
 @pytest.mark.parametrize("context", [24, 47, 48])
 def test_measured_steps_come_round(name: str, context: int) -> None:
     """They keep the number of pages, so that no case turns into another; after a page's worth they are the same."""
@@ -112,6 +129,17 @@ def test_no_time_for_a_wrong_step(stage: str, monkeypatch: pytest.MonkeyPatch) -
         run_bench([build_flow("gqa_quest_sparse_attention")], [47], SMALL)
 
 
+def test_no_time_for_a_wrong_mass(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = EagerBackend.add_mass
+
+    def wrong(self: EagerBackend, pool: Any, rows: Any, mass: Any, selection: Any, increment: torch.Tensor) -> None:
+        original(self, pool, rows, mass, selection, increment * 1.001)
+
+    monkeypatch.setattr(EagerBackend, "add_mass", wrong)
+    with pytest.raises(KvsieveError, match="no time is shown, for the step is wrong"):
+        run_bench([build_flow("tova")], [47], SMALL)
+
+
 def test_budgets_and_heads_as_written() -> None:
     assert parse_budget("8+0+1") == Budget(8, 0, 1) and parse_budget("64") == Budget(64, 1, 2)
     assert parse_heads("9/3") == (9, 3)
@@ -143,7 +171,6 @@ def test_command_writes_table_json_and_picture(tmp_path, capsys) -> None:
         (["--backend", "fast"], "unknown backend 'fast'"),
         (["--dtype", "int8"], "unknown dtype"),
         (["--flow", "nothing"], "unknown flow"),
-        (["--flow", "h2o", "--backend", "eager"], "flow h2o: expected one without attention mass"),
         (["--json", "/nowhere/x.json"], "--json /nowhere/x.json: expected a file in a directory that exists"),
     ],
 )

@@ -130,6 +130,25 @@ def test_a_crop_takes_back_what_the_last_short_call_added() -> None:
         close(pair.stored(), pair.simulated(rows))
 
 
+@pytest.mark.parametrize("counts", [(70, 20), (20,)])
+@pytest.mark.parametrize("seed", ["all", "window:32", "none"])
+def test_stored_prompts_seed_as_attended_ones_do(counts: tuple[int, ...], seed: str) -> None:
+    attended, stored = (Pair(AttentionMass(0.9, seed=seed)) for _ in range(2))
+    attended.extend(*counts)
+    for count in counts:
+        q, k, v = stored.draw(stored.length, count)
+        call = stored.runtime.extend([stored.request], [count])
+        scale, heads = stored.shape.head_dim**-0.5, q.shape[1]
+        if seed != "none":
+            with pytest.raises(ConfigError, match="layer 0: expected q, which seeds the flow's attention mass"):
+                call.store(0, k, v, query_heads=heads, scale=scale)
+        call.store(0, k, v, query_heads=heads, scale=scale, q=q)
+        stored.length += count
+    for pair in (attended, stored):
+        pair.step(2)
+    assert torch.equal(attended.stored(), stored.stored())
+
+
 def test_forks_go_their_own_ways() -> None:
     pair = Pair(AttentionMass(0.9))
     pair.extend(70, 5)

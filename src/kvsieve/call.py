@@ -111,36 +111,48 @@ class Call:
         """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         state, plan = self._begin(layer, q, k, v, scale, softcap, sinks)
-        heads, backend, pool = state.pool.num_kv_heads, self.host.backend, state.pool
-        options = AttentionOptions(scale, softcap, None if sinks is None else sinks.reshape(heads, state.group))
-        grouped = q.unflatten(1, (heads, state.group))
-        with_mass = replace(options, mass=state.mass)
-        if state.mass is not None:
-            self._count_kept(state, plan, with_mass)
-        self._write(layer, state, plan, k, v)
-        if state.mass is not None:
-            self._count_new(state, grouped, plan, with_mass)
+        backend, pool = self.host.backend, state.pool
+        options = self._options(state, scale, softcap, sinks)
+        grouped = q.unflatten(1, (-1, state.group))
+        self._enter(layer, state, plan, grouped, k, v, options)
         if not self.decode:
             return Attended(backend.prefill(grouped, k, v, pool, plan.rows, options).flatten(1, 2))
         return self._step(state, grouped, plan, options)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, *, query_heads: int, scale: float) -> None:
+    def store(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        query_heads: int,
+        scale: float,
+        q: torch.Tensor | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         """Store the new tokens of a layer and attend nothing: their outputs are known, or nobody asks for them.
 
         Args:
             layer: layer index; once per call, in place of :meth:`attend`.
             k: [T, H, D], the requests' new tokens one after the other. v: [T, H, Dv].
             query_heads: Hq of the layer. scale: its attention scale.
+            q: [T, Hq, D]: queries that seed the flow's attention mass, with ``softcap`` and ``sinks`` as in
+                :meth:`attend`; other flows need none.
 
         Raises:
-            ConfigError: the call is a decode step, or what :meth:`attend` refuses.
+            ConfigError: the call is a decode step, queries are missing, or what :meth:`attend` refuses.
         """
         if self.decode:
             raise ConfigError(f"layer {layer}: expected a prefill call, received a decode step; use attend there")
-        q = k.new_empty(1).expand(k.shape[0], query_heads, k.shape[-1])  # a shape: nobody reads it
-        self._write(layer, *self._begin(layer, q, k, v, scale, None, None), k, v)
+        if q is None and any(mass.committed or mass.counted or mass.kept for mass in self.masses):
+            raise ConfigError(f"layer {layer}: expected q, which seeds the flow's attention mass, received None")
+        shown = k.new_empty(1).expand(k.shape[0], query_heads, k.shape[-1]) if q is None else q  # else only a shape
+        state, plan = self._begin(layer, shown, k, v, scale, softcap, sinks)
+        grouped = None if q is None else q.unflatten(1, (-1, state.group))
+        self._enter(layer, state, plan, grouped, k, v, self._options(state, scale, softcap, sinks))
 
     def _begin(
         self,
@@ -159,6 +171,24 @@ class Call:
         _check_options(layer, q.shape[1], scale, softcap, sinks)
         return self.host.layer(layer, q, k, v, scale), self._plan(k.device)
 
+    def _enter(
+        self,
+        layer: int,
+        state: Layer,
+        plan: Plan,
+        q: torch.Tensor | None,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        options: AttentionOptions,
+    ) -> None:
+        """Count the queries that were kept, store the new tokens, count or keep theirs: q [T, H, G, D] or None."""
+        options = replace(options, mass=state.mass)
+        if state.mass is not None:
+            self._count_kept(state, plan, options)
+        self._write(layer, state, plan, k, v)
+        if state.mass is not None and q is not None:
+            self._count_new(state, q, plan, options)
+
     def _write(self, layer: int, state: Layer, plan: Plan, k: torch.Tensor, v: torch.Tensor) -> None:
         """Evict what must go, write the layer's tokens and summarize the pages they fill."""
         writes, pool = plan.writes, state.pool
@@ -172,6 +202,10 @@ class Call:
             self.host.backend.summarize(state.flow, pool, writes.filled)
         self.attended.add(layer)
 
+    @staticmethod
+    def _options(layer: Layer, scale: float, softcap: float | None, sinks: torch.Tensor | None) -> AttentionOptions:
+        return AttentionOptions(scale, softcap, None if sinks is None else sinks.reshape(-1, layer.group))
+
     def _step(self, layer: Layer, q: torch.Tensor, plan: Plan, options: AttentionOptions) -> Attended:
         backend, pool, graphs = self.host.backend, layer.pool, layer.graphs
         scoring = graphs is not None and graphs.score is not None
@@ -182,8 +216,8 @@ class Call:
             asked = q if len(places) == len(q) else q[places]
             scores = backend.score(layer.flow, asked, pool, quota.window)
         selection = backend.select(scores, quota, pool.num_kv_heads)
-        mass = layer.mass if layer.mass and layer.mass.update == "steps" else None
-        out, lse, increment = backend.attend(q, pool, plan.rows, selection, replace(options, mass=mass))
+        options = replace(options, mass=layer.fed_mass)
+        out, lse, increment = backend.attend(q, pool, plan.rows, selection, options)
         if increment is not None:
             self._add_mass(pool, plan, selection, increment)
         self._count(layer, plan, quota)

@@ -26,7 +26,7 @@ CONTEXTS_HELP = "tokens per request; may be repeated  [default: 4096, 16384]"
 
 def bench_command(
     flow: list[str] = typer.Option([], help=FLOWS_HELP),
-    context: list[int] = typer.Option([], min=2, help=CONTEXTS_HELP),
+    context: list[int] = typer.Option([], min=3, help=CONTEXTS_HELP),
     backend: str = typer.Option("compiled", help="backend to measure"),
     device: str = typer.Option("cpu", help="cpu, cuda, cuda:1, ..."),
     batch: int = typer.Option(1, min=1, help="requests in the batch"),
