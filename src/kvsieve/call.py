@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -45,6 +45,20 @@ class Attended:
     scores: torch.Tensor | None = None
 
 
+@dataclass
+class CallRecord:
+    """What a runtime remembers of its newest call: who grew by how much, and which layers have attended it."""
+
+    requests: tuple[RequestId, ...]
+    counts: tuple[int, ...]
+    attended: set[int] = field(default_factory=set)
+
+    @property
+    def grown(self) -> list[RequestId]:
+        """Requests that got tokens."""
+        return [request for request, count in zip(self.requests, self.counts, strict=True) if count]
+
+
 class CallHost(Protocol):
     """What a call needs of its runtime."""
 
@@ -53,7 +67,7 @@ class CallHost(Protocol):
     counted: ReadStats
     eviction: Evict | None
 
-    def is_newest(self, call: Call) -> bool:
+    def is_newest(self, record: CallRecord) -> bool:
         """Whether layers may still attend this call."""
 
     def layer(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Layer:
@@ -65,26 +79,23 @@ DENSE = Budget(0, 0, 1, 1.0)
 
 
 class Call:
-    """One forward pass: every layer attends it once. It owns its plan, so a later call cannot change it."""
+    """One forward pass: every layer attends it once. It owns its plan, so a later call cannot change it.
+
+    It knows its runtime; the runtime knows only its ``record``, so that nothing waits for the garbage collector.
+    """
 
     def __init__(
         self,
         host: CallHost,
-        requests: tuple[RequestId, ...],
-        counts: tuple[int, ...],
+        record: CallRecord,
         growth: Growth,
         decode: bool,
         masses: Sequence[RequestMass],
     ) -> None:
-        self.host, self.requests, self.counts, self.decode, self.masses = host, requests, counts, decode, masses
-        self.attended: set[int] = set()
+        self.host, self.record, self.decode, self.masses = host, record, decode, masses
+        self.requests, self.counts = record.requests, record.counts
         self._growth = growth
         self._plans: dict[torch.device, Plan] = {}
-
-    @property
-    def grown(self) -> list[RequestId]:
-        """Requests that got tokens."""
-        return [request for request, count in zip(self.requests, self.counts, strict=True) if count]
 
     @torch.inference_mode(False)  # pools outlive a caller's inference mode
     @torch.no_grad()
@@ -165,7 +176,7 @@ class Call:
         sinks: torch.Tensor | None,
     ) -> tuple[Layer, Plan]:
         """Check a layer's tensors; the layer has room for them then."""
-        if not self.host.is_newest(self) or layer in self.attended:
+        if not self.host.is_newest(self.record) or layer in self.record.attended:
             raise ConfigError(f"layer {layer}: expected one attend per layer and call, in the newest call")
         _check_tensors(layer, sum(self.counts), q, k, v)
         _check_options(layer, q.shape[1], scale, softcap, sinks)
@@ -200,7 +211,7 @@ class Call:
             occupy(pool, *writes.slots)
         if state.graphs is not None:
             self.host.backend.summarize(state.flow, pool, writes.filled)
-        self.attended.add(layer)
+        self.record.attended.add(layer)
 
     @staticmethod
     def _options(layer: Layer, scale: float, softcap: float | None, sinks: torch.Tensor | None) -> AttentionOptions:
