@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kvsieve.backends.eager import EagerBackend
-from kvsieve.bench import Setting, parse_budget, run_bench
+from kvsieve.bench import Setting, parse_budget, run_bench, run_seeding
 from kvsieve.bench.dense import Dense
+from kvsieve.bench.seeding import Prompt
 from kvsieve.bench.setting import parse_heads
 from kvsieve.bench.stack import Stack
 from kvsieve.budget import Budget
@@ -185,3 +186,41 @@ def test_plot_without_matplotlib_is_refused_before_measuring(monkeypatch: pytest
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     assert run(["bench", "--context", "40", *SMALL_OPTIONS, "--plot", "x.png"]) == 2
     assert "--plot needs matplotlib, which is not installed: pip install 'kvsieve[plot]'" in capsys.readouterr().err
+
+
+# Seeding
+
+
+def test_seeding_is_checked_measured_and_written(tmp_path, capsys) -> None:
+    options = ["--heads", "6/2", "--head-dim", "20", "--page-size", "5", "--dtype", "bf16", "--repeats", "3"]
+    file = tmp_path / "s.json"
+    assert run(["bench", "--seeding", "--context", "384", "--context", "77", *options, "--json", str(file)]) == 0
+    assert "heads 6/2 x 20" in capsys.readouterr().out
+    cases = json.loads(file.read_text())["cases"]
+    assert [(case["context"], [one["decay"] for one in case["seedings"]]) for case in cases] == [
+        (77, [1.0, 0.9]),
+        (384, [1.0, 0.9]),
+    ]
+    assert cases[1]["seedings"][0]["largest"] == 3 * 128 * 384 * 4  # a group's rows of one block, in float32
+
+
+def test_no_time_for_wrong_seeding(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = EagerBackend.prompt_mass
+    monkeypatch.setattr(EagerBackend, "prompt_mass", lambda *arguments: original(*arguments) * 1.0001)
+    with pytest.raises(KvsieveError, match=r"no time is shown, for seeding is wrong: decay 1\.0, 47 tokens"):
+        run_seeding([47], SMALL)
+
+
+def test_float64_seeding_is_the_definition() -> None:
+    prompt = Prompt(SMALL, 23)
+    mass = torch.zeros(23, dtype=torch.float64)
+    for place in range(23):
+        logits = prompt.q[place, -1].double() @ prompt.k[: place + 1, -1].double().T * 20**-0.5
+        mass *= 0.9
+        mass[: place + 1] += torch.softmax(logits, -1).sum(0)
+    assert torch.allclose(prompt.exact(0.9), mass, rtol=1e-12)
+
+
+def test_seeding_refuses_what_it_would_ignore(capsys) -> None:
+    assert run(["bench", "--seeding", "--flow", "h2o"]) == 2
+    assert "expected neither --flow nor --plot" in capsys.readouterr().err
