@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 
 from kvsieve import Budget, ConfigError, Runtime
 from kvsieve.backends import attention
-from kvsieve.flow import Flow, build_flow
+from kvsieve.bench.seeding import largest_tensor
 from kvsieve.mass import AttentionMass, MassLedger
 from kvsieve.paging.table import CROP_ROWS
 from kvsieve.reference import reduce_group
@@ -257,9 +258,11 @@ def test_column_sums_whatever_the_blocks(
 def test_a_block_of_probabilities_does_not_grow_with_the_length() -> None:
     cpu = torch.device("cpu")
     assert attention.mass_block(cpu, 8, 4, 100) == (128, 1) and attention.mass_block(cpu, 8, 4, 4096) == (32, 1)
-    for length in (4096, 10_000, 16_384):
-        rows, heads = attention.mass_block(cpu, 8, 4, length)
-        assert rows * heads * 4 * length <= 2**19
+    options = attention.AttentionOptions(0.3, mass=AttentionMass(1.0))
+    for length in (1000, 2000, 4000):
+        q, k = torch.randn(length, 2, 4, 8), torch.randn(2, length, 8)
+        largest = largest_tensor(partial(attention.column_sums, q, k, options))
+        assert 4 * 2**18 < largest <= 4 * 2**19
     assert attention.mass_block(torch.device("meta"), 8, 4, 16_384) == (128, 8)
 
 

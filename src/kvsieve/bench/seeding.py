@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kvsieve.backends import Backend, get_backend
 from kvsieve.backends.base import AttentionOptions
@@ -152,7 +153,7 @@ def _check(prompt: Prompt, backend: Backend, decay: float) -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the bytes of the largest tensor that an op made while it was on."""
+    """Remembers the bytes of the largest tensor that an op made while it was on; views make none."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -160,7 +161,11 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for one in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(one, torch.Tensor):
-                self.bytes = max(self.bytes, one.nbytes)
+        known = {one.untyped_storage().data_ptr() for one in _tensors((args, kwargs))}
+        made = [one.nbytes for one in _tensors(result) if one.untyped_storage().data_ptr() not in known]
+        self.bytes = max([self.bytes, *made])
         return result
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(tree) if isinstance(one, torch.Tensor)]

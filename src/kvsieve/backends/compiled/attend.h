@@ -99,7 +99,8 @@ int64_t attend(const Attention& a) {
   const int64_t read = cut(a, units, first), work = (int64_t)units.size();
   static thread_local std::vector<float> partials, exponentials;
   float* const partial = at_least(partials, work * size);
-  float* const kept = a.mass && work ? at_least(exponentials, units.back().kept + a.group * units.back().stride()) : nullptr;
+  const int64_t exponential_count = work ? units.back().kept + a.group * units.back().stride() : 0;
+  float* const kept = a.mass ? at_least(exponentials, exponential_count) : nullptr;
 #pragma omp parallel if (work > 1)
   {
     std::vector<float> scratch;

@@ -223,7 +223,8 @@ void attend_unit(const Attention& a, const Unit& unit, std::vector<float>& scrat
                : heads == 3 ? attend_heads<T, 3>
                : heads == 2 ? attend_heads<T, 2>
                             : attend_heads<T, 1>;
-    run(a, rows, tokens, q, padded_k, kept ? kept + g * stride : logits, stride, maximum + g, total + g, sums + g * padded_v, padded_v);
+    float* const to = kept ? kept + g * stride : logits;
+    run(a, rows, tokens, q, padded_k, to, stride, maximum + g, total + g, sums + g * padded_v, padded_v);
   }
 }
 
