@@ -1,4 +1,4 @@
-// Attention mass as it is stored: rows of pages per KV head, and a sum beside each row.
+// Attention mass as it is stored: rows of pages per KV head, and a sum beside each row where pages are ranked by it.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ struct Crediting {
   const float* units;               // [batch]: stored value of a mass of 1
   const float* factors;             // [batch]: what stored mass is multiplied by beforehand; null: nothing is
   const float* increment;           // [batch, heads, listed, page_size], dense
-  float *mass, *sums;               // [heads, rows, page_size] and [heads, rows], dense
+  float *mass, *sums;               // [heads, rows, page_size], and [heads, rows] or null; dense
 };
 
 // Multiplies all stored mass of a segment. Mass is never negative: a page whose sum is 0 holds none.
@@ -25,8 +25,8 @@ inline void rebase(const Crediting& c, int64_t b, int64_t h, float factor) {
   const int64_t pages = (c.lengths[b] + c.page_size - 1) / c.page_size;
   for (int64_t page = 0; page < pages; ++page) {
     const int64_t row = h * c.rows + table[page];
-    if (c.sums[row] == 0.0f) continue;
-    c.sums[row] *= factor;
+    if (c.sums && c.sums[row] == 0.0f) continue;
+    if (c.sums) c.sums[row] *= factor;
     for (int64_t t = 0; t < c.page_size; ++t) c.mass[row * c.page_size + t] *= factor;
   }
 }
@@ -44,7 +44,7 @@ inline void credit_segment(const Crediting& c, int64_t b, int64_t h) {
       mass[t] += value;
       sum += value;
     }
-    c.sums[row] += sum;
+    if (c.sums) c.sums[row] += sum;
   }
 }
 

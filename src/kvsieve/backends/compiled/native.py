@@ -88,13 +88,13 @@ def add_mass(pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, 
     """Rebase stored mass where ``mass`` says so, then add increment [B, H, K, p] to the selected pages."""
     batch, heads, listed, page_size = increment.shape
     pages = selection.pages if selection.pages.stride(2) == 1 else selection.pages.contiguous()
-    increment, stored, sums = increment.contiguous(), pool.state["mass"], pool.state["mass_sum"]
+    increment, stored, sums = increment.contiguous(), pool.state["mass"], pool.state.get("mass_sum")
     factors = (c_float * batch)(*(mass.rebase.get(place, 1.0) for place in range(batch))) if mass.rebase else None
     call = _Crediting(
         *(batch, heads, listed, page_size, stored.shape[1], mass.table.data_ptr(), mass.table.stride(0)),
         *(pages.data_ptr(), pages.stride(0), pages.stride(1), selection.count.data_ptr()),
         *(rows.lengths_tensor.data_ptr(), mass.unit.data_ptr(), factors and ctypes.addressof(factors)),
-        *(increment.data_ptr(), stored.data_ptr(), sums.data_ptr()),
+        *(increment.data_ptr(), stored.data_ptr(), None if sums is None else sums.data_ptr()),
     )
     load_kernels().kvsieve_mass(ctypes.byref(call))
 
