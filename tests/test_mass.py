@@ -11,6 +11,7 @@ import torch
 from kvsieve import Budget, ConfigError, Runtime
 from kvsieve.backends import attention
 from kvsieve.bench.seeding import largest_tensor
+from kvsieve.flow import Flow, build_flow
 from kvsieve.mass import AttentionMass, MassLedger
 from kvsieve.paging.table import CROP_ROWS
 from kvsieve.reference import reduce_group
