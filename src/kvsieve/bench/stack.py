@@ -36,13 +36,13 @@ class Stack:
         self.values: list[torch.Tensor] = []
         self.random = torch.Generator(setting.device).manual_seed(context)
         self.origin: list[RequestId] = []
+        self.masses: Sequence[RequestMass] = ()
         if flow.mass is None:
             self._fill(context - 1)
         else:  # a step more: with it the last queries of the prompt count
             self._fill(context - 2)
             self._advance()
         self.before = self.stored_mass()
-        self.masses: Sequence[RequestMass] = ()
         self.first = self._advance()
         device = torch.device(setting.device)
         self.plan = Plan(self.runtime.tables, self.requests, [1] * setting.batch, [], device, self.masses)
