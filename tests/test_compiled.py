@@ -200,6 +200,36 @@ def test_nan_of_one_query_head_is_seen_in_the_mass() -> None:
         assert mass is not None and mass[0, 0].isnan().all() and mass[0, 1].isfinite().all()
 
 
+@pytest.mark.usefixtures("poisoned_results")
+@pytest.mark.parametrize("dtype", ROUNDOFF)
+@pytest.mark.parametrize(("group", "width_k", "width_v", "page"), GEOMETRIES)
+def test_seeding_kernel(group: int, width_k: int, width_v: int, page: int, dtype: torch.dtype) -> None:
+    """Column sums beside float64: whole prompts, chunks and windows, every decay and reduction."""
+    heads, length = 3, 5 * page + 101
+    pool, rows = filled([length], heads, page, (width_k, width_v), dtype, group, False)
+    random = torch.Generator().manual_seed(width_k)
+    sinks = torch.randn(heads, group, generator=random)
+    token = torch.arange(length)
+    k = pool.k[:, rows.table[0, token // page], token % page].to(F64)
+    for n, decay, reduction, softcap in ((length, 1.0, "sum", None), (77, 0.5, "max", 3.0), (1, 0.0, "mean", None)):
+        q = torch.randn(heads, n, group, width_k, generator=random).to(dtype).transpose(0, 1)
+        options = AttentionOptions(width_k**-0.5, softcap, sinks if softcap else None, AttentionMass(decay, reduction))
+        received = native.prompt_mass(q, pool, rows.table[0], length - n, options)
+        logits = torch.einsum("nhgd,hld->hgnl", q.to(F64), k) * options.scale
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        logits = logits.masked_fill(torch.ones(n, length, dtype=torch.bool).triu(length - n + 1), -torch.inf)
+        lse = torch.logsumexp(logits, -1)
+        lse = torch.logaddexp(lse, sinks.to(F64)[..., None]) if softcap else lse
+        reduced = reduce_group(torch.exp(logits - lse[..., None]), reduction, 1)
+        expected = torch.einsum("n,hnl->hl", decay ** torch.arange(n - 1, -1, -1, dtype=F64), reduced)
+        # Queries that count for less than 2**-32 may be left out.
+        assert ((received.to(F64) - expected).abs() <= 4e-6 * expected + 2.0**-31).all()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(3)
+        assert torch.equal(native.prompt_mass(q, pool, rows.table[0], length - n, options), received)
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("sums", [True, False])
 @pytest.mark.parametrize("page", [1, 5, 33])
 @pytest.mark.parametrize("rebase", [{}, {0: 0.25, 2: 0.0}])

@@ -110,6 +110,8 @@ class CompiledBackend(Backend):
     def prompt_mass(
         self, q: torch.Tensor, pool: LayerPool, blocks: torch.Tensor, first: int, options: AttentionOptions
     ) -> torch.Tensor:
+        if _is_native(pool):
+            return native.prompt_mass(q, pool, blocks, first, options)
         return prompt_mass(q, pool, blocks, first, options)
 
     def prefill(

@@ -38,6 +38,15 @@ class _Crediting(ctypes.Structure):
     )
 
 
+class _Seeding(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("heads", "group", "width", "page_size", "rows", "length")),
+        *(("q", c_void_p), ("q_row", c_int64), ("q_head", c_int64), ("q_group", c_int64)),
+        *(("k", c_void_p), ("blocks", c_int64), ("table", c_void_p), ("weights", c_void_p), ("sinks", c_void_p)),
+        *(("scale", c_double), ("softcap", c_double), ("reduction", c_int64), ("out", c_void_p)),
+    )
+
+
 class _Choice(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("batch", "heads", "sink", "recent", "width")),
@@ -82,6 +91,29 @@ def attend(
     )
     load_kernels().kvsieve_attend(ctypes.byref(call), c_int64(TYPES[q.dtype]))
     return out, lse, mass
+
+
+def prompt_mass(
+    q: torch.Tensor, pool: LayerPool, blocks: torch.Tensor, first: int, options: AttentionOptions
+) -> torch.Tensor:
+    """Decayed column sums of queries [n, H, G, D] at positions ``first ..`` over ``blocks`` [S] -> [H, first + n]."""
+    mass, length = options.mass, first + len(q)
+    assert mass is not None
+    rows = mass.significant(len(q))
+    q = q[len(q) - rows :]
+    q = q if q.stride(3) == 1 else q.contiguous()
+    weights = torch.tensor(mass.row_weights(rows), dtype=torch.float32)
+    sinks = None if options.sinks is None else options.sinks.float().contiguous()
+    blocks = blocks.contiguous()
+    out = torch.empty(q.shape[1], length, dtype=torch.float32)
+    call = _Seeding(
+        *(*q.shape[1:], pool.page_size, rows, length, q.data_ptr(), q.stride(0), q.stride(1), q.stride(2)),
+        *(pool.k.data_ptr(), pool.k.shape[1], blocks.data_ptr(), weights.data_ptr()),
+        *(None if sinks is None else sinks.data_ptr(), options.scale, options.softcap or 0.0),
+        *(REDUCTIONS.index(mass.group), out.data_ptr()),
+    )
+    load_kernels().kvsieve_seed(ctypes.byref(call), c_int64(TYPES[q.dtype]))
+    return out
 
 
 def add_mass(pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, increment: torch.Tensor) -> None:
