@@ -23,7 +23,7 @@ def print_seeding(measurement: SeedingMeasurement) -> None:
         )
     )
     table = Table(
-        *("prompt", "prefill ms", "decay", "seeding ms", "x prefill", "x by least", "largest MB"),
+        *("prompt", "prefill ms", "decay", "seeding ms", "x prefill", "x by least", "tensor MB"),
         box=box.SIMPLE_HEAD,
     )
     for column in table.columns:
@@ -43,7 +43,7 @@ def print_seeding(measurement: SeedingMeasurement) -> None:
     console.print(
         Text(
             "x prefill: seeding divided by the dense prefill attention that it follows, by medians and by the least "
-            "times. largest: the largest tensor that seeding makes. The sums of the last KV head were compared with "
+            "times. tensor: the largest that seeding makes. The sums of the last KV head were compared with "
             "float64 first.",
             style="dim",
         )
