@@ -193,6 +193,7 @@ def test_plot_without_matplotlib_is_refused_before_measuring(monkeypatch: pytest
 
 def test_seeding_is_checked_measured_and_written(tmp_path, capsys) -> None:
     options = ["--heads", "6/2", "--head-dim", "20", "--page-size", "5", "--dtype", "bf16", "--repeats", "3"]
+    options += ["--backend", "eager"]
     file = tmp_path / "s.json"
     assert run(["bench", "--seeding", "--context", "384", "--context", "77", *options, "--json", str(file)]) == 0
     assert "heads 6/2 x 20" in capsys.readouterr().out

@@ -1,7 +1,7 @@
 // Decayed column sums of the causal attention of consecutive prompt queries of one request.
 //
 // A block of query rows meets all tokens before it: logits, exponentials, then one pass down the columns. Blocks are
-// dealt to a fixed number of shares per KV head, each with sums of its own that are added up in order, so results do not
+// dealt to a fixed number of shares per KV head, each with its own sums that are added up in order, so results do not
 // depend on threads; memory grows with the length only.
 #pragma once
 
