@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kvsieve.backends.eager import EagerBackend
-from kvsieve.bench import Setting, parse_budget, run_bench
+from kvsieve.bench import Setting, parse_budget, run_bench, run_seeding
 from kvsieve.bench.dense import Dense
+from kvsieve.bench.seeding import Prompt
 from kvsieve.bench.setting import parse_heads
 from kvsieve.bench.stack import Stack
 from kvsieve.budget import Budget
@@ -64,13 +65,30 @@ def test_cases_phases_and_bytes() -> None:
     assert values["phases"][2]["share_of_copy"] == pytest.approx(score.bytes / score.seconds / result.copy_bandwidth)
 
 
+@pytest.mark.parametrize(("name", "rebased"), [("h2o", 0), ("tova", 4 * (4 * 12 + 6 * 9 * 4)), ("snapkv", None)])
+def test_mass_is_a_phase_of_flows_whose_steps_add_to_it(name: str, rebased: int | None) -> None:
+    """TOVA rebases by 0: it reads the sums of 12 pages, and rewrites the 6 that the last step attended."""
+    stack = Stack(build_flow(name), SMALL, 47)
+    attended, listed = 2 * 2 * (6 * 4 - 1) * 4, 2 * 6 * 2 * 8
+    sizes, phases = stack.bytes(), stack.phases()
+    fed = rebased is not None
+    assert ("mass" in phases) == fed
+    assert sizes["attend"] == 2 * (6 * 4 - 1) * 2 * 2 * 20 * 4 + listed + (attended if fed else 0)
+    if rebased is not None:
+        assert sizes["mass"] == 3 * attended + 2 * listed + rebased
+        before = stack.stored_mass()[1][0]
+        assert (before.flatten(1)[:, :46].sum(1) > 0).all() and stack.first[1].selection is not None
+    (case, *_) = run_bench([build_flow(name)], [47], SMALL).flows[0].cases
+    assert {phase.name for phase in case.phases} == {*phases, "step"}
+
+
 @pytest.mark.parametrize("name", ["h2o_token_sparse_attention", "streaming_llm"])
 def test_flows_of_other_pages_and_without_score_attend_the_same_tokens(name: str) -> None:
     stack = Stack(build_flow(name), SMALL, 47)
     assert stack.quota.tokens == 2 * (6 * 4 - (1 if name == "streaming_llm" else 0))
 
 
-@pytest.mark.parametrize("name", ["gqa_quest_sparse_attention", "h2o_token_sparse_attention"])
+@pytest.mark.parametrize("name", ["gqa_quest_sparse_attention", "h2o_token_sparse_attention", "h2o"])
 @pytest.mark.parametrize("context", [24, 47, 48])
 def test_measured_steps_come_round(name: str, context: int) -> None:
     """They keep the number of pages, so that no case turns into another; after a page's worth they are the same."""
@@ -112,6 +130,17 @@ def test_no_time_for_a_wrong_step(stage: str, monkeypatch: pytest.MonkeyPatch) -
         run_bench([build_flow("gqa_quest_sparse_attention")], [47], SMALL)
 
 
+def test_no_time_for_a_wrong_mass(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = EagerBackend.add_mass
+
+    def wrong(self: EagerBackend, pool: Any, rows: Any, mass: Any, selection: Any, increment: torch.Tensor) -> None:
+        original(self, pool, rows, mass, selection, increment * 1.001)
+
+    monkeypatch.setattr(EagerBackend, "add_mass", wrong)
+    with pytest.raises(KvsieveError, match="no time is shown, for the step is wrong"):
+        run_bench([build_flow("tova")], [47], SMALL)
+
+
 def test_budgets_and_heads_as_written() -> None:
     assert parse_budget("8+0+1") == Budget(8, 0, 1) and parse_budget("64") == Budget(64, 1, 2)
     assert parse_heads("9/3") == (9, 3)
@@ -143,7 +172,6 @@ def test_command_writes_table_json_and_picture(tmp_path, capsys) -> None:
         (["--backend", "fast"], "unknown backend 'fast'"),
         (["--dtype", "int8"], "unknown dtype"),
         (["--flow", "nothing"], "unknown flow"),
-        (["--flow", "h2o", "--backend", "eager"], "flow h2o: expected one without attention mass"),
         (["--json", "/nowhere/x.json"], "--json /nowhere/x.json: expected a file in a directory that exists"),
     ],
 )
@@ -158,3 +186,42 @@ def test_plot_without_matplotlib_is_refused_before_measuring(monkeypatch: pytest
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     assert run(["bench", "--context", "40", *SMALL_OPTIONS, "--plot", "x.png"]) == 2
     assert "--plot needs matplotlib, which is not installed: pip install 'kvsieve[plot]'" in capsys.readouterr().err
+
+
+# Seeding
+
+
+def test_seeding_is_checked_measured_and_written(tmp_path, capsys) -> None:
+    options = ["--heads", "6/2", "--head-dim", "20", "--page-size", "5", "--dtype", "bf16", "--repeats", "3"]
+    options += ["--backend", "eager"]
+    file = tmp_path / "s.json"
+    assert run(["bench", "--seeding", "--context", "384", "--context", "77", *options, "--json", str(file)]) == 0
+    assert "heads 6/2 x 20" in capsys.readouterr().out
+    cases = json.loads(file.read_text())["cases"]
+    assert [(case["context"], [one["decay"] for one in case["seedings"]]) for case in cases] == [
+        (77, [1.0, 0.9]),
+        (384, [1.0, 0.9]),
+    ]
+    assert cases[1]["seedings"][0]["largest"] == 3 * 128 * 384 * 4  # a group's rows of one block, in float32
+
+
+def test_no_time_for_wrong_seeding(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = EagerBackend.prompt_mass
+    monkeypatch.setattr(EagerBackend, "prompt_mass", lambda *arguments: original(*arguments) * 1.0001)
+    with pytest.raises(KvsieveError, match=r"no time is shown, for seeding is wrong: decay 1\.0, 47 tokens"):
+        run_seeding([47], SMALL)
+
+
+def test_float64_seeding_is_the_definition() -> None:
+    prompt = Prompt(SMALL, 23)
+    mass = torch.zeros(23, dtype=torch.float64)
+    for place in range(23):
+        logits = prompt.q[place, -1].double() @ prompt.k[: place + 1, -1].double().T * 20**-0.5
+        mass *= 0.9
+        mass[: place + 1] += torch.softmax(logits, -1).sum(0)
+    assert torch.allclose(prompt.exact(0.9), mass, rtol=1e-12)
+
+
+def test_seeding_refuses_what_it_would_ignore(capsys) -> None:
+    assert run(["bench", "--seeding", "--flow", "h2o"]) == 2
+    assert "expected neither --flow nor --plot" in capsys.readouterr().err

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +18,11 @@ from kvsieve.backends.compiled.products import einsum, matmul
 from kvsieve.backends.select import select_pages
 from kvsieve.budget import Budget
 from kvsieve.errors import ConfigError, KvsieveError
+from kvsieve.graph import FieldSpec
+from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
-from kvsieve.plan import Quota, Rows, Window
+from kvsieve.plan import MassRows, Quota, Rows, Window
+from kvsieve.reference import reduce_group
 from kvsieve.runtime import Runtime
 
 F64 = torch.float64
@@ -67,10 +73,11 @@ def choose(rows: Rows, page: int, heads: int, keep: int, seed: int) -> Selection
 
 def exact(
     q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention in float64, segment by segment."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention in float64, segment by segment, and what the listed tokens [B, H, K, p] receive."""
     out = torch.zeros(*q.shape[:3], pool.v.shape[-1], dtype=F64)
     lse = torch.zeros(q.shape[:3], dtype=F64)
+    mass = torch.zeros(*selection.pages.shape, pool.page_size, dtype=F64)
     for i, length in enumerate(rows.lengths):
         for h in range(q.shape[1]):
             pages = selection.pages[i, h, : int(selection.count[i])].tolist()
@@ -84,8 +91,11 @@ def exact(
             lse[i, h] = torch.logsumexp(logits, -1)
             if options.sinks is not None:
                 lse[i, h] = torch.logaddexp(lse[i, h], options.sinks[h].to(F64))
-            out[i, h] = torch.exp(logits - lse[i, h][:, None]) @ v
-    return out, lse
+            received = torch.exp(logits - lse[i, h][:, None])
+            out[i, h] = received @ v
+            if options.mass is not None:
+                mass[i, h].flatten()[: len(token)] = reduce_group(received, options.mass.group, 0)
+    return out, lse, mass
 
 
 GEOMETRIES = [  # group, width of K, width of V, page size
@@ -100,6 +110,19 @@ GEOMETRIES = [  # group, width of K, width of V, page size
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
+@pytest.fixture
+def poisoned_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel leaves unwritten is NaN."""
+    empty = torch.empty
+
+    def poisoned(*arguments: Any, **options: Any) -> torch.Tensor:
+        tensor = empty(*arguments, **options)
+        return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(native.torch, "empty", poisoned)
+
+
+@pytest.mark.usefixtures("poisoned_results")
 @pytest.mark.parametrize("runs", [True, False])
 @pytest.mark.parametrize("dtype", ROUNDOFF)
 @pytest.mark.parametrize(("group", "width_k", "width_v", "page"), GEOMETRIES)
@@ -109,15 +132,20 @@ def test_attention_kernel(group: int, width_k: int, width_v: int, page: int, dty
     random = torch.Generator().manual_seed(width_k)
     sinks = torch.randn(heads, group, generator=random)
     q = torch.randn(len(lengths), heads, group, width_k, generator=random).to(dtype)
-    for keep, softcap, sink in ((4, None, None), (1000 // page + 1, 3.0, sinks), (10**6, None, sinks)):
+    cases = ((4, None, None, "max"), (1000 // page + 1, 3.0, sinks, "sum"), (10**6, None, sinks, "mean"))
+    for keep, softcap, sink, reduction in cases:
         selection = choose(rows, page, heads, keep, seed=keep)
-        options = AttentionOptions(width_k**-0.5, softcap, sink)
-        out, lse = native.attend(q, pool, rows, selection, options)
-        wanted, wanted_lse = exact(q, pool, rows, selection, options)
-        assert out.dtype == dtype and lse.dtype == torch.float32
+        options = AttentionOptions(width_k**-0.5, softcap, sink, AttentionMass(group=reduction))
+        out, lse, mass = native.attend(q, pool, rows, selection, options)
+        wanted, wanted_lse, wanted_mass = exact(q, pool, rows, selection, options)
+        assert out.dtype == dtype and lse.dtype == mass.dtype == torch.float32
+        without = native.attend(q, pool, rows, selection, replace(options, mass=None))
+        assert torch.equal(without[0], out) and torch.equal(without[1], lse) and without[2] is None
         # Sums in float32 of at most 1500 terms that are at most |v| <= 6; the output is rounded once.
         assert ((out.to(F64) - wanted).abs() <= ROUNDOFF[dtype] * wanted.abs() + 4e-6).all()
         assert ((lse.to(F64) - wanted_lse).abs() <= 4e-6).all()
+        # A logit is a sum of at most 128 products; tokens that do not exist received exactly nothing.
+        assert ((mass.to(F64) - wanted_mass).abs() <= 4e-6 * wanted_mass).all()
 
 
 def test_queries_may_lie_anywhere() -> None:
@@ -127,7 +155,7 @@ def test_queries_may_lie_anywhere() -> None:
     apart = torch.randn(2, 2, 20, 3).transpose(2, 3)
     selection, options = choose(rows, 5, 2, 4, 0), AttentionOptions(0.3)
     for one in (q, apart):
-        out, _ = native.attend(one, pool, rows, selection, options)
+        out, _, _ = native.attend(one, pool, rows, selection, options)
         assert torch.equal(out, native.attend(one.contiguous(), pool, rows, selection, options)[0])
         assert (out - attend_selected(one, pool, rows, selection, options)[0]).abs().max() < 1e-5
 
@@ -137,7 +165,7 @@ def test_results_depend_on_nothing_but_the_segment(length: int) -> None:
     """The same bits with any number of threads, alone or beside others, in a row or scattered."""
     pool, rows = filled([length, 40], 2, 16, (64, 64), torch.bfloat16, 1, False)
     q = torch.randn(2, 2, 3, 64).bfloat16()
-    selection, options = choose(rows, 16, 2, 10**6, 0), AttentionOptions(0.125)
+    selection, options = choose(rows, 16, 2, 10**6, 0), AttentionOptions(0.125, mass=AttentionMass())
     threads = torch.get_num_threads()
     results = []
     for count in (1, 2, 3):
@@ -146,8 +174,8 @@ def test_results_depend_on_nothing_but_the_segment(length: int) -> None:
     torch.set_num_threads(threads)
     alone = Rows(rows.starts[:1], (1,), rows.lengths[:1], rows.table[:1], rows.lengths_tensor[:1])
     results.append(native.attend(q[:1], pool, alone, Selection(selection.pages[:1], selection.count[:1]), options))
-    for out, lse in results[1:]:
-        assert torch.equal(out[:1], results[0][0][:1]) and torch.equal(lse[:1], results[0][1][:1])
+    for result in results[1:]:
+        assert all(torch.equal(one[:1], first[:1]) for one, first in zip(result, results[0], strict=True))
 
 
 def test_nan_in_attended_keys_is_seen() -> None:
@@ -155,9 +183,92 @@ def test_nan_in_attended_keys_is_seen() -> None:
     pool, rows = filled([40, 40], 2, 8, (16, 16), torch.float32, 1, False)
     pool.k[0, rows.table[0, 1], 3, 5] = math.nan
     q = torch.randn(2, 2, 3, 16)
-    out, lse = native.attend(q, pool, rows, choose(rows, 8, 2, 9, 0), AttentionOptions(0.25))
-    assert out[0, 0].isnan().all() and lse[0, 0].isnan().all()
-    assert out[0, 1].isfinite().all() and out[1].isfinite().all()
+    for reduction in ("sum", "mean", "max"):
+        options = AttentionOptions(0.25, mass=AttentionMass(group=reduction))
+        for one in native.attend(q, pool, rows, choose(rows, 8, 2, 9, 0), options):
+            assert one is not None and one[0, 0].isnan().all()
+            assert one[0, 1].isfinite().all() and one[1].isfinite().all()
+
+
+def test_nan_of_one_query_head_is_seen_in_the_mass() -> None:
+    pool, rows = filled([40], 2, 8, (16, 16), torch.float32, 1, False)
+    q = torch.randn(1, 2, 3, 16)
+    q[0, 0, 1] = math.nan
+    for reduction in ("sum", "mean", "max"):
+        options = AttentionOptions(0.25, mass=AttentionMass(group=reduction))
+        mass = native.attend(q, pool, rows, choose(rows, 8, 2, 9, 0), options)[2]
+        assert mass is not None and mass[0, 0].isnan().all() and mass[0, 1].isfinite().all()
+
+
+@pytest.mark.usefixtures("poisoned_results")
+@pytest.mark.parametrize("dtype", ROUNDOFF)
+@pytest.mark.parametrize(("group", "width_k", "width_v", "page"), GEOMETRIES)
+def test_seeding_kernel(group: int, width_k: int, width_v: int, page: int, dtype: torch.dtype) -> None:
+    """Column sums beside float64: whole prompts, chunks and windows, every decay and reduction."""
+    heads, length = 3, 5 * page + 101
+    pool, rows = filled([length], heads, page, (width_k, width_v), dtype, group, False)
+    random = torch.Generator().manual_seed(width_k)
+    sinks = torch.randn(heads, group, generator=random)
+    token = torch.arange(length)
+    k = pool.k[:, rows.table[0, token // page], token % page].to(F64)
+    for n, decay, reduction, softcap in ((length, 1.0, "sum", None), (77, 0.5, "max", 3.0), (1, 0.0, "mean", None)):
+        q = torch.randn(heads, n, group, width_k, generator=random).to(dtype).transpose(0, 1)
+        options = AttentionOptions(width_k**-0.5, softcap, sinks if softcap else None, AttentionMass(decay, reduction))
+        received = native.prompt_mass(q, pool, rows.table[0], length - n, options)
+        logits = torch.einsum("nhgd,hld->hgnl", q.to(F64), k) * options.scale
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        logits = logits.masked_fill(torch.ones(n, length, dtype=torch.bool).triu(length - n + 1), -torch.inf)
+        lse = torch.logsumexp(logits, -1)
+        lse = torch.logaddexp(lse, sinks.to(F64)[..., None]) if softcap else lse
+        reduced = reduce_group(torch.exp(logits - lse[..., None]), reduction, 1)
+        expected = torch.einsum("n,hnl->hl", decay ** torch.arange(n - 1, -1, -1, dtype=F64), reduced)
+        # Queries that count for less than 2**-32 may be left out.
+        assert ((received.to(F64) - expected).abs() <= 4e-6 * expected + 2.0**-31).all()
+        threads = torch.get_num_threads()
+        torch.set_num_threads(3)
+        assert torch.equal(native.prompt_mass(q, pool, rows.table[0], length - n, options), received)
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("sums", [True, False])
+@pytest.mark.parametrize("page", [1, 5, 33])
+@pytest.mark.parametrize("rebase", [{}, {0: 0.25, 2: 0.0}])
+def test_stored_mass_is_rebased_and_added_to(
+    page: int, rebase: dict[int, float], sums: bool, generator: torch.Generator
+) -> None:
+    """Beside float64: rows of the lists grow, other rows of rebased requests are multiplied, no other row changes."""
+    heads, lengths = 3, [4 * page, 7 * page - page // 2, page]
+    pages = [-(-length // page) for length in lengths]
+    specs = {"mass": FieldSpec((page,), torch.float32, torch.zeros(page)),
+             "mass_sum": FieldSpec((), torch.float32, torch.tensor(0.0))}  # fmt: skip
+    pool = LayerPool(heads, page, 4, 4, torch.float32, torch.device("cpu"), {}, specs)
+    pool.reserve(1, sum(pages) + 4)
+    table = torch.zeros(3, max(pages) + 2, dtype=torch.int64)  # wider than needed, null behind
+    order = torch.randperm(sum(pages), generator=generator) + 2
+    for i, part in enumerate(order.split(pages)):
+        table[i, : pages[i]] = part
+    pool.state["mass"].fill_(math.nan), pool.state["mass_sum"].fill_(math.nan)
+    pool.state["mass"][:, order] = torch.rand(heads, len(order), page, generator=generator)
+    pool.state["mass"][:, order[::3]] = 0.0
+    pool.state["mass_sum"][:, order] = pool.state["mass"][:, order].sum(-1)
+    rows = Rows((0,) * 3, (1,) * 3, tuple(lengths), table, torch.tensor(lengths))
+    mass = MassRows(table, torch.tensor([2.0, 1.0, 0.5]), rebase)
+    selection = choose(rows, page, heads, 3, 0)
+    increment = torch.rand(3, heads, selection.pages.shape[2], page, generator=generator)
+    wanted = {name: field.to(F64) for name, field in pool.state.items()}
+    for i, h in itertools.product(range(3), range(heads)):
+        for field in wanted.values():
+            field[h, table[i, : pages[i]]] *= rebase.get(i, 1.0)
+        for place, number in enumerate(selection.pages[i, h, : int(selection.count[i])].tolist()):
+            added = increment[i, h, place].to(F64) * mass.unit[i]
+            wanted["mass"][h, table[i, number]] += added
+            wanted["mass_sum"][h, table[i, number]] += added.sum()
+    if not sums:
+        del pool.state["mass_sum"], wanted["mass_sum"]
+    native.add_mass(pool, rows, mass, selection, increment)
+    for name, field in wanted.items():
+        assert torch.allclose(pool.state[name].to(F64), field, rtol=1e-6, atol=1e-7, equal_nan=True)
+        assert pool.state[name][:, [0, 1, -1]].isnan().all()
 
 
 @pytest.mark.parametrize("width", [3, 511, 513, 5000, 70_001])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from html.parser import HTMLParser
@@ -18,6 +19,7 @@ from kvsieve.evaluate.decode import Batch
 from kvsieve.evaluate.tasks import INTRODUCTION, TASKS, Sample
 from kvsieve.evaluate.text import Corpus
 from kvsieve.flow import build_flow
+from kvsieve.paging.pool import LayerPool
 
 transformers = pytest.importorskip("transformers")
 tiny_text = pytest.importorskip("tiny_text")
@@ -165,6 +167,21 @@ def test_a_flow_decodes_as_generate_would(flow: str, model: Any, corpus: Corpus)
     expected = (kv / steps, fields / steps, dense / steps)
     assert (outcomes[0].kv_bytes, outcomes[0].field_bytes, outcomes[0].dense_bytes) == expected
     assert outcomes[0].kv_bytes < 0.35 * outcomes[0].dense_bytes
+
+
+def test_caches_of_earlier_runs_are_freed_at_once(model: Any, corpus: Corpus) -> None:
+    batch = Batch(model, samples(corpus, (5,)), ["a"])
+    contenders = line_up([QUEST, "h2o"], {}, None, references=False)
+    pools = []
+    gc.collect()
+    gc.disable()
+    try:
+        for one in (*contenders, *contenders):
+            batch.run(one, 64)
+            pools.append(sum(type(thing) is LayerPool for thing in gc.get_objects()))
+    finally:
+        gc.enable()
+    assert pools == pools[:1] * 4  # those of the shared prefix, and what other tests hold
 
 
 def test_references_are_ordered_as_they_must_be(model: Any, corpus: Corpus) -> None:

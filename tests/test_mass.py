@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
 
 from kvsieve import Budget, ConfigError, Runtime
 from kvsieve.backends import attention
+from kvsieve.bench.seeding import largest_tensor
 from kvsieve.flow import Flow, build_flow
 from kvsieve.mass import AttentionMass, MassLedger
 from kvsieve.paging.table import CROP_ROWS
+from kvsieve.reference import reduce_group
 from kvsieve.verify.data import IidData, LayerShape, PlantedData
 from kvsieve.verify.poison import poisoned_pools
 from kvsieve.verify.rounding import F64
@@ -130,6 +133,25 @@ def test_a_crop_takes_back_what_the_last_short_call_added() -> None:
         close(pair.stored(), pair.simulated(rows))
 
 
+@pytest.mark.parametrize("counts", [(70, 20), (20,)])
+@pytest.mark.parametrize("seed", ["all", "window:32", "none"])
+def test_stored_prompts_seed_as_attended_ones_do(counts: tuple[int, ...], seed: str) -> None:
+    attended, stored = (Pair(AttentionMass(0.9, seed=seed)) for _ in range(2))
+    attended.extend(*counts)
+    for count in counts:
+        q, k, v = stored.draw(stored.length, count)
+        call = stored.runtime.extend([stored.request], [count])
+        scale, heads = stored.shape.head_dim**-0.5, q.shape[1]
+        if seed != "none":
+            with pytest.raises(ConfigError, match="layer 0: expected q, which seeds the flow's attention mass"):
+                call.store(0, k, v, query_heads=heads, scale=scale)
+        call.store(0, k, v, query_heads=heads, scale=scale, q=q)
+        stored.length += count
+    for pair in (attended, stored):
+        pair.step(2)
+    assert torch.equal(attended.stored(), stored.stored())
+
+
 def test_forks_go_their_own_ways() -> None:
     pair = Pair(AttentionMass(0.9))
     pair.extend(70, 5)
@@ -203,6 +225,46 @@ def test_rows_below_rounding_are_skipped(monkeypatch: pytest.MonkeyPatch) -> Non
     sums = attention.column_sums(q, k, options)
     assert sum(products.shape[2] for products in seen) == 211  # 0.9 ** 210 > 2 ** -32 >= 0.9 ** 211
     assert sums.sum().item() == pytest.approx(20, rel=1e-6)
+
+
+@pytest.mark.parametrize("block", [(8, 1), (5, 4), (128, 2)])
+@pytest.mark.parametrize(("group", "width", "softcap", "sinks"), [(3, 80, None, False), (7, 20, 2.0, True)])
+@pytest.mark.parametrize("reduction", ["sum", "mean", "max"])
+def test_column_sums_whatever_the_blocks(
+    block: tuple[int, int],
+    group: int,
+    width: int,
+    softcap: float | None,
+    sinks: bool,
+    reduction: str,
+    monkeypatch: pytest.MonkeyPatch,
+    generator: torch.Generator,
+) -> None:
+    monkeypatch.setattr(attention, "mass_block", lambda *sizes: block)
+    n, length, heads = 37, 53, 4
+    q = torch.randn(n, heads, group, width, generator=generator).bfloat16()
+    k = torch.randn(heads, length, width, generator=generator).bfloat16()
+    logits = torch.einsum("nhgd,hld->hgnl", q.to(F64), k.to(F64)) * 0.3
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(torch.ones(n, length, dtype=torch.bool).triu(length - n + 1), -torch.inf)
+    lse, sink = torch.logsumexp(logits, -1), torch.randn(heads, group, generator=generator)
+    lse = torch.logaddexp(lse, sink.to(F64)[..., None]) if sinks else lse
+    received = reduce_group(torch.exp(logits - lse[..., None]), reduction, 1)
+    mass = AttentionMass(0.95, reduction)
+    options = attention.AttentionOptions(0.3, softcap, sink if sinks else None, mass)
+    expected = torch.einsum("n,hnl->hl", 0.95 ** torch.arange(n - 1, -1, -1, dtype=F64), received)
+    assert ((attention.column_sums(q, k, options).to(F64) - expected).abs() <= 4e-6 * expected).all()
+
+
+def test_a_block_of_probabilities_does_not_grow_with_the_length() -> None:
+    cpu = torch.device("cpu")
+    assert attention.mass_block(cpu, 8, 4, 100) == (128, 1) and attention.mass_block(cpu, 8, 4, 4096) == (32, 1)
+    options = attention.AttentionOptions(0.3, mass=AttentionMass(1.0))
+    for length in (1000, 2000, 4000):
+        q, k = torch.randn(length, 2, 4, 8), torch.randn(2, length, 8)
+        largest = largest_tensor(partial(attention.column_sums, q, k, options))
+        assert 4 * 2**18 < largest <= 4 * 2**19
+    assert attention.mass_block(torch.device("meta"), 8, 4, 16_384) == (128, 8)
 
 
 def test_a_request_whose_mass_is_seeded_starts_without_a_known_prefix() -> None:

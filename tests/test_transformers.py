@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,6 +71,27 @@ def test_under_budget_equals_the_models_own_attention(architecture: str, lengths
     ours, our_logits = generate(model, ids, cache, attention_mask=mask)
     assert torch.equal(ours, tokens)
     torch.testing.assert_close(our_logits, logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_cache_that_is_let_go_is_freed_at_once(architecture: str) -> None:
+    """Without the garbage collector: pages, layers and sliding windows."""
+    model = build(architecture)
+    cache = SparseCache(model.config, flow="h2o", budget=TIGHT, page_size=5)
+    generate(model, prompt(2, 37), cache, new=3)
+    twin = copy.deepcopy(cache)
+    gc.collect()
+    gc.disable()
+    try:
+        generate(model, prompt(2, 1), cache, new=2, attention_mask=torch.ones(2, 41))
+        alive = [weakref.ref(x) for one in (cache, twin) for x in (one.runtime, *one.layers)]
+        alive += [weakref.ref(layer.pool.k) for one in (cache, twin) for _, layer in one.runtime.layers.items()]
+        cache.reset()
+        generate(model, prompt(2, 7), cache, new=3)
+        del cache, twin
+        assert not [ref() for ref in alive if ref() is not None]
+    finally:
+        gc.enable()
 
 
 @pytest.fixture

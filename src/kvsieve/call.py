@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -45,6 +45,20 @@ class Attended:
     scores: torch.Tensor | None = None
 
 
+@dataclass
+class CallRecord:
+    """What a runtime remembers of its newest call: who grew by how much, and which layers have attended it."""
+
+    requests: tuple[RequestId, ...]
+    counts: tuple[int, ...]
+    attended: set[int] = field(default_factory=set)
+
+    @property
+    def grown(self) -> list[RequestId]:
+        """Requests that got tokens."""
+        return [request for request, count in zip(self.requests, self.counts, strict=True) if count]
+
+
 class CallHost(Protocol):
     """What a call needs of its runtime."""
 
@@ -53,7 +67,7 @@ class CallHost(Protocol):
     counted: ReadStats
     eviction: Evict | None
 
-    def is_newest(self, call: Call) -> bool:
+    def is_newest(self, record: CallRecord) -> bool:
         """Whether layers may still attend this call."""
 
     def layer(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Layer:
@@ -65,26 +79,23 @@ DENSE = Budget(0, 0, 1, 1.0)
 
 
 class Call:
-    """One forward pass: every layer attends it once. It owns its plan, so a later call cannot change it."""
+    """One forward pass: every layer attends it once. It owns its plan, so a later call cannot change it.
+
+    It knows its runtime; the runtime knows only its ``record``, so that nothing waits for the garbage collector.
+    """
 
     def __init__(
         self,
         host: CallHost,
-        requests: tuple[RequestId, ...],
-        counts: tuple[int, ...],
+        record: CallRecord,
         growth: Growth,
         decode: bool,
         masses: Sequence[RequestMass],
     ) -> None:
-        self.host, self.requests, self.counts, self.decode, self.masses = host, requests, counts, decode, masses
-        self.attended: set[int] = set()
+        self.host, self.record, self.decode, self.masses = host, record, decode, masses
+        self.requests, self.counts = record.requests, record.counts
         self._growth = growth
         self._plans: dict[torch.device, Plan] = {}
-
-    @property
-    def grown(self) -> list[RequestId]:
-        """Requests that got tokens."""
-        return [request for request, count in zip(self.requests, self.counts, strict=True) if count]
 
     @torch.inference_mode(False)  # pools outlive a caller's inference mode
     @torch.no_grad()
@@ -111,36 +122,48 @@ class Call:
         """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         state, plan = self._begin(layer, q, k, v, scale, softcap, sinks)
-        heads, backend, pool = state.pool.num_kv_heads, self.host.backend, state.pool
-        options = AttentionOptions(scale, softcap, None if sinks is None else sinks.reshape(heads, state.group))
-        grouped = q.unflatten(1, (heads, state.group))
-        with_mass = replace(options, mass=state.mass)
-        if state.mass is not None:
-            self._count_kept(state, plan, with_mass)
-        self._write(layer, state, plan, k, v)
-        if state.mass is not None:
-            self._count_new(state, grouped, plan, with_mass)
+        backend, pool = self.host.backend, state.pool
+        options = self._options(state, scale, softcap, sinks)
+        grouped = q.unflatten(1, (-1, state.group))
+        self._enter(layer, state, plan, grouped, k, v, options)
         if not self.decode:
             return Attended(backend.prefill(grouped, k, v, pool, plan.rows, options).flatten(1, 2))
         return self._step(state, grouped, plan, options)
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, *, query_heads: int, scale: float) -> None:
+    def store(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        query_heads: int,
+        scale: float,
+        q: torch.Tensor | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         """Store the new tokens of a layer and attend nothing: their outputs are known, or nobody asks for them.
 
         Args:
             layer: layer index; once per call, in place of :meth:`attend`.
             k: [T, H, D], the requests' new tokens one after the other. v: [T, H, Dv].
             query_heads: Hq of the layer. scale: its attention scale.
+            q: [T, Hq, D]: queries that seed the flow's attention mass, with ``softcap`` and ``sinks`` as in
+                :meth:`attend`; other flows need none.
 
         Raises:
-            ConfigError: the call is a decode step, or what :meth:`attend` refuses.
+            ConfigError: the call is a decode step, queries are missing, or what :meth:`attend` refuses.
         """
         if self.decode:
             raise ConfigError(f"layer {layer}: expected a prefill call, received a decode step; use attend there")
-        q = k.new_empty(1).expand(k.shape[0], query_heads, k.shape[-1])  # a shape: nobody reads it
-        self._write(layer, *self._begin(layer, q, k, v, scale, None, None), k, v)
+        if q is None and any(mass.committed or mass.counted or mass.kept for mass in self.masses):
+            raise ConfigError(f"layer {layer}: expected q, which seeds the flow's attention mass, received None")
+        shown = k.new_empty(1).expand(k.shape[0], query_heads, k.shape[-1]) if q is None else q  # else only a shape
+        state, plan = self._begin(layer, shown, k, v, scale, softcap, sinks)
+        grouped = None if q is None else q.unflatten(1, (-1, state.group))
+        self._enter(layer, state, plan, grouped, k, v, self._options(state, scale, softcap, sinks))
 
     def _begin(
         self,
@@ -153,11 +176,29 @@ class Call:
         sinks: torch.Tensor | None,
     ) -> tuple[Layer, Plan]:
         """Check a layer's tensors; the layer has room for them then."""
-        if not self.host.is_newest(self) or layer in self.attended:
+        if not self.host.is_newest(self.record) or layer in self.record.attended:
             raise ConfigError(f"layer {layer}: expected one attend per layer and call, in the newest call")
         _check_tensors(layer, sum(self.counts), q, k, v)
         _check_options(layer, q.shape[1], scale, softcap, sinks)
         return self.host.layer(layer, q, k, v, scale), self._plan(k.device)
+
+    def _enter(
+        self,
+        layer: int,
+        state: Layer,
+        plan: Plan,
+        q: torch.Tensor | None,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        options: AttentionOptions,
+    ) -> None:
+        """Count the queries that were kept, store the new tokens, count or keep theirs: q [T, H, G, D] or None."""
+        options = replace(options, mass=state.mass)
+        if state.mass is not None:
+            self._count_kept(state, plan, options)
+        self._write(layer, state, plan, k, v)
+        if state.mass is not None and q is not None:
+            self._count_new(state, q, plan, options)
 
     def _write(self, layer: int, state: Layer, plan: Plan, k: torch.Tensor, v: torch.Tensor) -> None:
         """Evict what must go, write the layer's tokens and summarize the pages they fill."""
@@ -170,7 +211,11 @@ class Call:
             occupy(pool, *writes.slots)
         if state.graphs is not None:
             self.host.backend.summarize(state.flow, pool, writes.filled)
-        self.attended.add(layer)
+        self.record.attended.add(layer)
+
+    @staticmethod
+    def _options(layer: Layer, scale: float, softcap: float | None, sinks: torch.Tensor | None) -> AttentionOptions:
+        return AttentionOptions(scale, softcap, None if sinks is None else sinks.reshape(-1, layer.group))
 
     def _step(self, layer: Layer, q: torch.Tensor, plan: Plan, options: AttentionOptions) -> Attended:
         backend, pool, graphs = self.host.backend, layer.pool, layer.graphs
@@ -182,8 +227,8 @@ class Call:
             asked = q if len(places) == len(q) else q[places]
             scores = backend.score(layer.flow, asked, pool, quota.window)
         selection = backend.select(scores, quota, pool.num_kv_heads)
-        mass = layer.mass if layer.mass and layer.mass.update == "steps" else None
-        out, lse, increment = backend.attend(q, pool, plan.rows, selection, replace(options, mass=mass))
+        options = replace(options, mass=layer.fed_mass)
+        out, lse, increment = backend.attend(q, pool, plan.rows, selection, options)
         if increment is not None:
             self._add_mass(pool, plan, selection, increment)
         self._count(layer, plan, quota)
@@ -225,13 +270,7 @@ class Call:
 
     def _add_mass(self, pool: LayerPool, plan: Plan, selection: Selection, increment: torch.Tensor) -> None:
         """Add what a step's attention gave the selected tokens: increment [B, H, K, p]."""
-        for place, mass in enumerate(self.masses):
-            if mass.counted is not None and mass.counted.rebase is not None:
-                stored = -(-plan.rows.lengths[place] // pool.page_size)
-                pool.rebase_mass(plan.mass.table[place, :stored], mass.counted.rebase)
-        pages = torch.where(selection.listed(), selection.pages, 0)
-        rows = torch.gather(plan.mass.table[:, None].expand(-1, pages.shape[1], -1), 2, pages)
-        pool.add_mass(rows, increment * plan.mass.unit[:, None, None, None])
+        self.host.backend.add_mass(pool, plan.rows, plan.mass, selection, increment)
 
     def _count(self, layer: Layer, plan: Plan, quota: Quota) -> None:
         pool, counted = layer.pool, self.host.counted

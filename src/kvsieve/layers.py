@@ -38,6 +38,11 @@ class Layer:
     mass: AttentionMass | None
     queries: KeptQueries
 
+    @property
+    def fed_mass(self) -> AttentionMass | None:
+        """The attention mass that decode steps add to, if any."""
+        return self.mass if self.mass and self.mass.update == "steps" else None
+
     def signature(self) -> tuple[Any, ...]:
         """(KV heads, K width, V width, group, dtype, scale): what every call must agree with."""
         pool = self.pool

@@ -54,11 +54,12 @@ class Pages:
 
 @dataclass(frozen=True)
 class MassRows:
-    """Attention mass of a call's requests: state rows [B, S], and what a mass of 1 that the step adds is stored as
-    (``unit`` [B] float32)."""
+    """Attention mass of a call's requests: state rows [B, S], what a mass of 1 that the step adds is stored as
+    (``unit`` [B] float32), and what stored mass is multiplied by beforehand, by place in the batch (host)."""
 
     table: torch.Tensor
     unit: torch.Tensor
+    rebase: dict[int, float]
 
 
 @dataclass(frozen=True)
@@ -194,8 +195,10 @@ class Plan:
     @cached_property
     def mass(self) -> MassRows:
         """Where the attention mass of the call's requests is stored, and in which unit."""
-        units = torch.tensor([mass.counted.unit if mass.counted else 0.0 for mass in self._masses], dtype=torch.float32)
-        return MassRows(self._send(self._row_table), self._send(units))
+        updates = [mass.counted for mass in self._masses]
+        units = torch.tensor([update.unit if update else 0.0 for update in updates], dtype=torch.float32)
+        rebase = {i: update.rebase for i, update in enumerate(updates) if update and update.rebase is not None}
+        return MassRows(self._send(self._row_table), self._send(units), rebase)
 
     @cached_property
     def trims(self) -> list[Trim]:

@@ -11,7 +11,7 @@ import torch
 
 from kvsieve.backends import Backend, get_backend
 from kvsieve.budget import Budget, BudgetLike
-from kvsieve.call import Attended, Call, ReadStats
+from kvsieve.call import Attended, Call, CallRecord, ReadStats
 from kvsieve.errors import ConfigError, NotCroppable
 from kvsieve.flow import Flow, check_evicting, check_flow, choose_page_size, load_flow
 from kvsieve.layers import Layer, Layers
@@ -68,7 +68,7 @@ class Runtime:
         )
         self.layers = Layers(self.flow, budget, self.page_size, dense_layers, self.backend, self.mass)
         self.counted = ReadStats()
-        self._newest: Call | None = None
+        self._newest: CallRecord | None = None
         self._layers_known = False  # from the second call on: a first one may end before it reached them all
         self._preempted: dict[RequestId, dict[int, dict[str, torch.Tensor]]] = {}
 
@@ -272,9 +272,9 @@ class Runtime:
         """What decode steps have read so far."""
         return replace(self.counted)
 
-    def is_newest(self, call: Call) -> bool:
+    def is_newest(self, record: CallRecord) -> bool:
         """Whether layers may still attend this call."""
-        return call is self._newest
+        return record is self._newest
 
     def layer(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Layer:
         """A layer with room for all tokens of the tables; made when it first attends."""
@@ -303,9 +303,9 @@ class Runtime:
                 start = cut.stored if cut and decode else entry.stored - count  # kept queries count before a trim
                 account = entry.mass.call(self.mass, start, count, decode, CROP_ROWS) if count else RequestMass()
                 masses.append(account)
-        self._newest = Call(self, tuple(requests), tuple(counts), growth, decode, masses)
+        self._newest = CallRecord(tuple(requests), tuple(counts))
         self.counted.steps += decode
-        return self._newest
+        return Call(self, self._newest, growth, decode, masses)
 
     def _limits(self, requests: Sequence[RequestId], counts: Sequence[int], decode: bool) -> list[int | None]:
         """How many of its tokens each request may bring to a call: the prompt is trimmed when decoding begins."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kvsieve.backends.base import AttentionOptions, Selection
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Rows
 
-MASS_ROWS = 128  # query rows at a time whose probabilities are added up
+MASS_BLOCK, GPU_MASS_BLOCK = 2**19, 2**26  # probabilities at a time that are added up
+MASS_ROWS, LEAST_ROWS = 128, 8  # query rows at a time, at most and at least
 PREFILL_ROWS = 1024  # query rows at a time where a mask is needed: bounds it to rows x length
 
 
@@ -67,26 +70,47 @@ def attend_tokens(
 def column_sums(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
     """Decayed column sums of causal attention: the last tokens' q [n, H, G, D] over k [H, L, D] -> float32 [H, L].
 
-    Query ``i`` counts ``decay ** (n - 1 - i)``; those whose weight is below rounding are skipped. Blockwise: the
-    largest temporary is [H, G, MASS_ROWS, L].
+    Query ``i`` counts ``decay ** (n - 1 - i)``; those whose weight is below rounding are skipped. Memory grows with
+    the length only: a block of probabilities at a time.
     """
     mass = options.mass
     assert mass is not None
-    rows, length = mass.significant(len(q)), k.shape[1]
+    heads, length = k.shape[:2]
+    rows = mass.significant(len(q))
     weights = torch.tensor(mass.row_weights(rows), dtype=torch.float32, device=q.device)
-    queries, keys = q[len(q) - rows :].permute(1, 2, 0, 3).float(), k.float()[:, None].transpose(-1, -2)
-    total = torch.zeros(k.shape[0], length, dtype=torch.float32, device=q.device)
-    for first in range(0, rows, MASS_ROWS):
-        block = queries[:, :, first : first + MASS_ROWS]
-        last = length - rows + first + block.shape[2]
-        hidden = torch.ones(block.shape[2], last, dtype=torch.bool, device=q.device).triu(last - block.shape[2] + 1)
-        logits = _logits(torch.matmul(block, keys[..., :last]), options).masked_fill_(hidden, float("-inf"))
-        lse = torch.logsumexp(logits, -1, keepdim=True)
-        if options.sinks is not None:
-            lse = torch.logaddexp(lse, options.sinks.float()[..., None, None])
-        probabilities = mass.reduce(logits.sub_(lse).exp_(), 1)
-        total[:, :last] += torch.matmul(weights[first : first + MASS_ROWS], probabilities)
+    queries = q[len(q) - rows :].permute(1, 2, 0, 3)
+    total = torch.zeros(heads, length, dtype=torch.float32, device=q.device)
+    step, together = mass_block(q.device, heads, q.shape[2], length)
+    for head in range(0, heads, together):
+        some = slice(head, head + together)
+        asked, keys = queries[some].float(), k[some].float()
+        sinks = None if options.sinks is None else options.sinks[some]
+        for first in range(0, rows, step):
+            block = asked[:, :, first : first + step]
+            last = length - rows + first + block.shape[2]
+            probabilities = _causal_probabilities(block, keys[:, :last], replace(options, sinks=sinks))
+            total[some, :last] += torch.matmul(weights[first : first + step], mass.reduce(probabilities, 1))
     return total
+
+
+def mass_block(device: torch.device, heads: int, group: int, length: int) -> tuple[int, int]:
+    """Query rows and KV heads at a time. On a CPU a block stays in its cache; a GPU wants much work at a time."""
+    size, together = (MASS_BLOCK, 1) if device.type == "cpu" else (GPU_MASS_BLOCK, heads)
+    return min(MASS_ROWS, max(LEAST_ROWS, size // (together * group * length))), together
+
+
+def _causal_probabilities(q: torch.Tensor, k: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    """What the last tokens' q [H, G, n, D] give to k [H, L, D], both float32: [H, G, n, L]."""
+    heads, group, n, width = q.shape
+    products = torch.matmul(q.reshape(heads, group * n, width), k.transpose(1, 2))
+    logits = _logits(products.view(heads, group, n, -1), options)
+    hidden = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
+    logits[..., -n:].masked_fill_(hidden, float("-inf"))
+    probabilities = torch.softmax(logits, -1)
+    if options.sinks is not None:
+        lse = torch.logsumexp(logits, -1, keepdim=True)
+        probabilities *= torch.sigmoid(lse - options.sinks.float()[..., None, None])
+    return probabilities
 
 
 def prefill_requests(

@@ -11,9 +11,9 @@ import torch
 from kvsieve.graph import FlowGraphs
 from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
-from kvsieve.plan import Quota, Rows, Window, Writes
+from kvsieve.plan import MassRows, Quota, Rows, Window, Writes
 
-PHASES = ("write", "summarize", "score", "select", "attend")
+PHASES = ("write", "summarize", "score", "select", "attend", "mass")
 """What a step does to a layer, in order."""
 
 
@@ -98,6 +98,20 @@ class Backend(ABC):
         q [B, H, G, D] -> out [B, H, G, Dv] in q's dtype, lse [B, H, G] float32, and with ``options.mass`` what the
         step adds to the mass of the selected tokens: float32 [B, H, K, p], 0 for tokens that are not there.
         """
+
+    def add_mass(
+        self, pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, increment: torch.Tensor
+    ) -> None:
+        """Add what a step's attention gave the selected tokens, increment [B, H, K, p], to their stored mass.
+
+        What the requests have stored is rebased first where ``mass`` says so.
+        """
+        for place, factor in mass.rebase.items():
+            stored = -(-rows.lengths[place] // pool.page_size)
+            pool.rebase_mass(mass.table[place, :stored], factor)
+        pages = torch.where(selection.listed(), selection.pages, 0)
+        places = torch.gather(mass.table[:, None].expand(-1, pages.shape[1], -1), 2, pages)
+        pool.add_mass(places, increment * mass.unit[:, None, None, None])
 
     @abstractmethod
     def prompt_mass(

@@ -9,7 +9,7 @@ import torch
 from kvsieve.backends.base import AttentionOptions, Backend, Selection
 from kvsieve.graph import FlowGraphs
 from kvsieve.paging.pool import LayerPool
-from kvsieve.plan import Quota, Rows, Window, Writes
+from kvsieve.plan import MassRows, Quota, Rows, Window, Writes
 
 
 class ForwardingBackend(Backend):
@@ -43,6 +43,11 @@ class ForwardingBackend(Backend):
         self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         return self.inner.attend(q, pool, rows, selection, options)
+
+    def add_mass(
+        self, pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, increment: torch.Tensor
+    ) -> None:
+        self.inner.add_mass(pool, rows, mass, selection, increment)
 
     def prompt_mass(
         self, q: torch.Tensor, pool: LayerPool, blocks: torch.Tensor, first: int, options: AttentionOptions

@@ -2,6 +2,18 @@
 
 from kvsieve.bench.result import Case, DenseTime, FlowResult, Measurement, Phase
 from kvsieve.bench.run import run_bench
+from kvsieve.bench.seeding import SeedingMeasurement, run_seeding
 from kvsieve.bench.setting import Setting, parse_budget
 
-__all__ = ["Case", "DenseTime", "FlowResult", "Measurement", "Phase", "Setting", "parse_budget", "run_bench"]
+__all__ = [
+    "Case",
+    "DenseTime",
+    "FlowResult",
+    "Measurement",
+    "Phase",
+    "SeedingMeasurement",
+    "Setting",
+    "parse_budget",
+    "run_bench",
+    "run_seeding",
+]

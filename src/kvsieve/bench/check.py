@@ -9,6 +9,7 @@ import torch
 
 from kvsieve.backends.base import Selection
 from kvsieve.errors import KvsieveError
+from kvsieve.mass import FIELDS as MASS_FIELDS
 from kvsieve.reference import ReferenceSegment
 from kvsieve.verify.checks import Fault, Numbers
 from kvsieve.verify.segment import SegmentTwin, StepResult
@@ -41,6 +42,8 @@ def _check_segment(stack: Stack, index: int, request: int, head: int) -> None:
     twin = SegmentTwin(reference, layer.graphs, setting.dtype, f"layer {index} request {request} KV head {head}")
     keys, values = (x[index][request, head].cpu() for x in (stack.keys, stack.values))
     twin.write(keys[:-1], values[:-1])
+    if twin.mass is not None:
+        twin.mass.go_on_from(stack.before[index][request][head].cpu())
     selection = result.selection
     assert isinstance(selection, Selection) and result.lse is not None
     count = int(selection.count[request])
@@ -54,9 +57,13 @@ def _check_segment(stack: Stack, index: int, request: int, head: int) -> None:
     )
     pool, full = layer.pool, entry.length // runtime.page_size
     summaries = _rows(pool.summaries, head, entry.blocks[:full])
-    state = _rows(pool.state, head, entry.rows) if pool.state else [{} for _ in entry.blocks]
+    own = {name: field for name, field in pool.state.items() if name not in MASS_FIELDS}
+    state = _rows(own, head, entry.rows)
     q = stack.draws[index][0][request, mine].cpu()
     twin.step(Numbers(), q, keys[-1], values[-1], summaries, state, received)  # type: ignore[arg-type]
+    if twin.mass is not None:
+        stored = {name: pool.state[name][head, entry.rows].cpu() for name in MASS_FIELDS}
+        twin.mass.check(Numbers(), twin.place, stored, twin.mass.mass.factor**entry.mass.age)
 
 
 def _rows(fields: dict[str, torch.Tensor], head: int, places: Sequence[int]) -> list[dict[str, torch.Tensor]]:

@@ -86,7 +86,7 @@ def describe(setting: Setting) -> dict[str, Any]:
 def _cases(flow: Flow, contexts: Sequence[int], setting: Setting) -> list[tuple[str, int]]:
     """Contexts, and the two no-op cases: half a page below the budget, and exactly the budget."""
     p, kept = setting.page_size_of(flow), setting.budget_of(flow).kept(0)
-    under = max(2, (kept - 3) * p - p // 2)
+    under = max(3, (kept - 3) * p - p // 2)
     return [
         *((("sparse" if -(-n // p) > kept else "under budget"), n) for n in contexts),
         ("under budget", under),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,9 @@ import torch
 from kvsieve.backends.base import AttentionOptions, Selection
 from kvsieve.bench.setting import Setting
 from kvsieve.call import DENSE, Attended
-from kvsieve.errors import ConfigError
-from kvsieve.flow import Flow, flow_name
+from kvsieve.flow import Flow
 from kvsieve.layers import Layer
+from kvsieve.mass import RequestMass
 from kvsieve.plan import Plan
 from kvsieve.runtime import RequestId, Runtime
 
@@ -23,15 +23,10 @@ class Stack:
     """Requests of ``context`` tokens, the newest of which came by a decode step, in every layer.
 
     ``keys``, ``values`` [B, H, L, D] per layer: what a dense cache would hold. ``first``: the results of that step;
-    ``draws``: the q, k, v of it.
+    ``draws``: the q, k, v of it; ``before``: the requests' attention mass ahead of it, if the flow has any.
     """
 
     def __init__(self, flow: Flow, setting: Setting, context: int) -> None:
-        if flow.mass is not None:
-            raise ConfigError(
-                f"flow {flow_name(flow)}: expected one without attention mass, which needs the queries of a prompt: a "
-                "measurement stores its past without attending it; measure the flow in a model (kvsieve generate)"
-            )
         self.flow, self.setting, self.context = flow, setting, context
         self.runtime = Runtime(
             flow, setting.budget_of(flow), page_size=setting.page_size_of(flow), backend=setting.backend
@@ -40,16 +35,18 @@ class Stack:
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.random = torch.Generator(setting.device).manual_seed(context)
-        self._fill(context - 1)
         self.origin: list[RequestId] = []
-        self.draws = [self.draw(1) for _ in range(setting.layers)]
-        self.first = self.step()
-        for layer, (_, k, v) in enumerate(self.draws):
-            self.keys[layer] = torch.cat([self.keys[layer], k[:, :, None]], 2)
-            self.values[layer] = torch.cat([self.values[layer], v[:, :, None]], 2)
+        self.masses: Sequence[RequestMass] = ()
+        if flow.mass is None:
+            self._fill(context - 1)
+        else:  # a step more: with it the last queries of the prompt count
+            self._fill(context - 2)
+            self._advance()
+        self.before = self.stored_mass()
+        self.first = self._advance()
         device = torch.device(setting.device)
-        self.plan = Plan(self.runtime.tables, self.requests, [1] * setting.batch, [], device)
-        self.options = AttentionOptions(setting.head_dim**-0.5)
+        self.plan = Plan(self.runtime.tables, self.requests, [1] * setting.batch, [], device, self.masses)
+        self.options = AttentionOptions(setting.head_dim**-0.5, mass=self.layer(0).fed_mass)
         self.quota = self._quota()
 
     def layer(self, index: int) -> Layer:
@@ -81,7 +78,26 @@ class Stack:
     def step(self) -> list[Attended]:
         """A decode step through all layers."""
         call = self.runtime.step(self.requests)
+        self.masses = call.masses
         return [call.attend(layer, *draw) for layer, draw in enumerate(self.draws)]
+
+    def stored_mass(self) -> list[list[torch.Tensor]]:
+        """Attention mass by layer and request, in units of mass: float64 [H, S, p]; nothing without mass."""
+        mass = self.flow.mass
+        if mass is None:
+            return []
+        entries = [self.runtime.tables[request] for request in self.requests]
+        pools = [self.layer(index).pool for index in range(self.setting.layers)]
+        return [[pool.state["mass"][:, e.rows].double() * mass.factor**e.mass.age for e in entries] for pool in pools]
+
+    def _advance(self) -> list[Attended]:
+        """A step whose token the dense forms attend as well."""
+        self.draws = [self.draw(1) for _ in range(self.setting.layers)]
+        results = self.step()
+        for layer, (_, k, v) in enumerate(self.draws):
+            self.keys[layer] = torch.cat([self.keys[layer], k[:, :, None]], 2)
+            self.values[layer] = torch.cat([self.values[layer], v[:, :, None]], 2)
+        return results
 
     def phases(self) -> dict[str, Callable[[int], object]]:
         """What a step does to a layer, each phase by itself."""
@@ -89,14 +105,18 @@ class Stack:
         heads, queries = self.setting.kv_heads, [self._grouped(q) for q, _, _ in self.draws]
         scores = [self._score(layer, queries[layer]) for layer in range(self.setting.layers)]
         chosen: list[Selection] = [backend.select(one, quota, heads) for one in scores]
+        attended = [self._attend(layer, queries[layer], chosen[layer]) for layer in range(self.setting.layers)]
         pages = torch.tensor([self.runtime.tables[one].blocks[0] for one in self.requests], device=self.setting.device)
         runs: dict[str, Callable[[int], object]] = {
             "write": lambda i: backend.write(self.layer(i).pool, plan.writes, *self.draws[i][1:]),
             "summarize": lambda i: backend.summarize(self.layer(i).flow, self.layer(i).pool, pages),
             "score": lambda i: self._score(i, queries[i]),
             "select": lambda i: backend.select(scores[i], quota, heads),
-            "attend": lambda i: backend.attend(queries[i], self.layer(i).pool, plan.rows, chosen[i], self.options),
+            "attend": lambda i: self._attend(i, queries[i], chosen[i]),
+            "mass": lambda i: backend.add_mass(self.layer(i).pool, plan.rows, plan.mass, chosen[i], attended[i][2]),
         }
+        if self.options.mass is None:
+            del runs["mass"]
         if not self.flow.summarize or self.context < 2 * self.runtime.page_size:
             del runs["summarize"]
         if quota.window is None:
@@ -111,13 +131,23 @@ class Stack:
         fields = sum(spec.bytes(s.dtype) for spec in layer.graphs.summary_fields.values()) if layer.graphs else 0
         read = self._summarize_reads() * self.runtime.page_size * s.head_dim * s.dtype.itemsize
         listed = int(quota.count.sum()) * s.kv_heads * 8
+        increments = quota.tokens * s.kv_heads * 4 if self.options.mass else 0
         return {
             "write": 2 * s.batch * token,
             "summarize": s.batch * s.kv_heads * (read + fields),
             "score": window * layer.score_bytes,
             "select": window * 4 + listed,
-            "attend": quota.tokens * token + listed,
+            "attend": quota.tokens * token + listed + increments,
+            "mass": 3 * increments + 2 * listed + self._rebased_bytes(),
         }
+
+    def _rebased_bytes(self) -> int:
+        """What rebasing the stored mass moves: every page sum is read, pages that hold mass are rewritten."""
+        rebased = self.plan.mass.rebase if self.options.mass else {}
+        sums = self.layer(0).pool.state["mass_sum"] if rebased else torch.empty(0)
+        stored = [sums[:, self.runtime.tables[self.requests[place]].rows] for place in rebased]
+        page = 2 * 4 * self.runtime.page_size + 4
+        return sum(4 * one.numel() + page * int(one.count_nonzero()) for one in stored)
 
     def _summarize_reads(self) -> int:
         """How many of K and V ``summarize`` reads."""
@@ -134,17 +164,21 @@ class Stack:
         scores: torch.Tensor = self.runtime.backend.score(layer.flow, q, layer.pool, window)
         return scores
 
+    def _attend(self, index: int, q: torch.Tensor, chosen: Selection) -> Any:
+        return self.runtime.backend.attend(q, self.layer(index).pool, self.plan.rows, chosen, self.options)
+
     def _quota(self) -> Any:
         layer = self.layer(0)
         scoring = layer.graphs is not None and layer.graphs.score is not None
         return self.plan.quota(layer.budget or DENSE, scoring, bool(layer.graphs and layer.graphs.state_writes))
 
     def _fill(self, tokens: int) -> None:
-        """Store the past without attending it: dense prefill of a long context would take minutes."""
+        """Store the past without attending it: dense prefill of a long context would take minutes. Its queries seed the
+        flow's attention mass, if it has any."""
         s, counts = self.setting, [tokens] * self.setting.batch
         call = self.runtime.extend(self.requests, counts)
         for layer in range(s.layers):
-            _, k, v = self.draw(tokens)
-            call.store(layer, k, v, query_heads=s.query_heads, scale=s.head_dim**-0.5)
+            q, k, v = self.draw(tokens)
+            call.store(layer, k, v, query_heads=s.query_heads, scale=s.head_dim**-0.5, q=q if self.flow.mass else None)
             for store, x in ((self.keys, k), (self.values, v)):
                 store.append(x.unflatten(0, (s.batch, tokens)).transpose(1, 2).contiguous())

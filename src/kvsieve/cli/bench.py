@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
 
 from kvsieve.backends import backend_names
-from kvsieve.bench import Measurement, Setting, parse_budget, run_bench
+from kvsieve.bench import Measurement, Setting, parse_budget, run_bench, run_seeding
 from kvsieve.bench.plot import check_plotting, plot_measurement
 from kvsieve.bench.setting import parse_heads
 from kvsieve.cli.bench_report import print_measurement
 from kvsieve.cli.options import check_device, parse_dtype
+from kvsieve.cli.seeding_report import print_seeding
 from kvsieve.cli.terminal import progress_bar
 from kvsieve.errors import ConfigError, UnknownName
 from kvsieve.flow import load_flow
@@ -21,12 +24,14 @@ from kvsieve.flow import load_flow
 DEFAULT_FLOWS = ("block_sparse_attention", "gqa_quest_sparse_attention")
 DEFAULT_CONTEXTS = (4096, 16384)
 FLOWS_HELP = f"registered name, or file.py:ClassName; may be repeated  [default: {', '.join(DEFAULT_FLOWS)}]"
+SEEDING_CONTEXTS = (2048, 4096, 8192)
+SEEDING_HELP = "measure instead what seeding attention mass costs beside dense prefill, at 2048, 4096 and 8192 tokens"
 CONTEXTS_HELP = "tokens per request; may be repeated  [default: 4096, 16384]"
 
 
 def bench_command(
     flow: list[str] = typer.Option([], help=FLOWS_HELP),
-    context: list[int] = typer.Option([], min=2, help=CONTEXTS_HELP),
+    context: list[int] = typer.Option([], min=3, help=CONTEXTS_HELP),
     backend: str = typer.Option("compiled", help="backend to measure"),
     device: str = typer.Option("cpu", help="cpu, cuda, cuda:1, ..."),
     batch: int = typer.Option(1, min=1, help="requests in the batch"),
@@ -40,6 +45,7 @@ def bench_command(
     repeats: int = typer.Option(25, min=3, help="measurements of each phase"),
     json_file: str | None = typer.Option(None, "--json", metavar="FILE", help="write the numbers here; - is stdout"),
     plot: str | None = typer.Option(None, metavar="FILE.png", help="draw time against context here"),
+    seeding: bool = typer.Option(False, "--seeding", help=SEEDING_HELP),
 ) -> None:
     """Verify a decode step against float64, then time its phases, the whole of it, and dense attention beside it.
 
@@ -59,6 +65,13 @@ def bench_command(
     if threads is not None:
         torch.set_num_threads(threads)
     setting = Setting(device, backend, batch, query_heads, kv_heads, head_dim, page_size, pages, kind, layers, repeats)
+    if seeding:
+        if flow or plot:
+            raise ConfigError("--seeding measures no flow and draws no plot: expected neither --flow nor --plot")
+        with progress_bar("measuring") as progress:
+            seeded = run_seeding(sorted(set(context or SEEDING_CONTEXTS)), setting, progress)
+        write_json(seeded.as_json(), json_file, lambda: print_seeding(seeded))
+        return
     with progress_bar("measuring") as progress:
         measurement = run_bench(built, sorted(set(context or DEFAULT_CONTEXTS)), setting, progress)
     write_results(measurement, json_file, plot)
@@ -66,16 +79,20 @@ def bench_command(
 
 def write_results(measurement: Measurement, json_file: str | None, plot: str | None) -> None:
     """The table, unless JSON goes to stdout; the JSON and PNG files that were asked for."""
-    text = json.dumps(measurement.as_json(), indent=2)
+    write_json(measurement.as_json(), json_file, lambda: print_measurement(measurement))
+    if plot is not None:
+        plot_measurement(measurement, Path(plot).expanduser())
+
+
+def write_json(data: dict[str, Any], json_file: str | None, show: Callable[[], None]) -> None:
+    """JSON to stdout, or what ``show`` prints and the JSON file that was asked for."""
+    text = json.dumps(data, indent=2)
     if json_file == "-":
         print(text)
-    else:
-        print_measurement(measurement)
-    if json_file not in (None, "-"):
-        assert json_file is not None
+        return
+    show()
+    if json_file is not None:
         try:
             Path(json_file).expanduser().write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--json {json_file}: {error.strerror or error}; expected a writable file") from None
-    if plot is not None:
-        plot_measurement(measurement, Path(plot).expanduser())

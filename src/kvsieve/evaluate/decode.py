@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,11 +68,6 @@ class Batch:
 
     def run(self, contender: Contender, tokens: int) -> list[Outcome]:
         """Decode every sample's question and answer under a budget of ``tokens``."""
-        outcomes = self._run(contender, tokens)
-        gc.collect()  # a cache and its layers know each other: without this, their memory piles up
-        return outcomes
-
-    def _run(self, contender: Contender, tokens: int) -> list[Outcome]:
         flow = contender.build()
         if contender.evicts:
             return self._run_evicting(flow, tokens)

@@ -117,7 +117,11 @@ class MassTwin:
             largest = float(self.own.abs().max().clamp(min=1e-30)) if length else 1.0
             drift = float((stored.flatten()[:length] - self.own).abs().max()) / largest if length else 0.0
             numbers.drift = max(numbers.drift, drift if drift == drift else 0.0)
-        self.values = stored.flatten()[:length].clone()
+        self.go_on_from(stored)
+
+    def go_on_from(self, stored: torch.Tensor) -> None:
+        """Judge the next call on what is stored now, in units of mass: [S, p]."""
+        self.values = stored.flatten()[: len(self.values)].clone()
         self.bound = torch.zeros_like(self.values)
 
     def _count(self, rows: list[tuple[torch.Tensor, int]]) -> None:

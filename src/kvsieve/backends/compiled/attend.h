@@ -5,227 +5,45 @@
 // of exponentials and a weighted sum of values; the chunks of a segment are merged in order.
 #pragma once
 
-#include <algorithm>
-#include <limits>
-#include <vector>
-
-#include "vectors.h"
+#include "chunk.h"
 
 namespace kvsieve {
 
-struct Attention {
-  int64_t batch, heads, group, width_k, width_v, page_size;
-  const void* q;
-  int64_t q_batch, q_head, q_group;  // strides; the last axis of q, K and V is dense
-  const void *k, *v;                 // [heads, blocks, page_size, width], dense
-  int64_t blocks;
-  const int64_t* table;  // [batch, pages]
-  int64_t table_batch;
-  const int64_t* pages;  // [batch, heads, listed], ascending
-  int64_t pages_batch, pages_head;
-  const int64_t *counts, *lengths;  // [batch]
-  const float* sinks;               // [heads, group] or null
-  void* out;                        // [batch, heads, group, width_v], dense
-  float* lse;                       // [batch, heads, group]
-  double scale, softcap;            // softcap 0: none
-};
-
-constexpr int SHORT_CHUNK = 256, LONG_CHUNK = 1024, LONG_LIST = 16384, TILE = 32, HEADS_AT_ONCE = 4;
-
-struct Unit {
-  int64_t batch, head, first, last;  // listed tokens [first, last) of a segment
-};
-
-// Listed tokens of a segment: all pages are full but the last one of the list, if it is the request's last.
-inline int64_t listed_tokens(const Attention& a, int64_t b, int64_t h) {
-  const int64_t count = a.counts[b];
-  if (count <= 0) return 0;
-  const int64_t last = a.pages[b * a.pages_batch + h * a.pages_head + count - 1];
-  const int64_t held = std::min(a.page_size, a.lengths[b] - last * a.page_size);
-  return (count - 1) * a.page_size + std::max<int64_t>(0, held);
-}
-
-// The places of listed tokens [first, last) of a segment: rows of K and V, counted from the pool's first.
-inline void find_rows(const Attention& a, const Unit& unit, int64_t* rows) {
-  const int64_t p = a.page_size;
-  const int64_t* pages = a.pages + unit.batch * a.pages_batch + unit.head * a.pages_head;
-  const int64_t* table = a.table + unit.batch * a.table_batch;
-  for (int64_t token = unit.first; token < unit.last;) {
-    const int64_t offset = token % p, count = std::min(p - offset, unit.last - token);
-    const int64_t start = (unit.head * a.blocks + table[pages[token / p]]) * p + offset;
-    for (int64_t i = 0; i < count; ++i) *rows++ = start + i;
-    token += count;
-  }
-}
-
-// Pages lie anywhere, so the processor cannot guess the next one: rows are asked for this many bytes ahead.
-constexpr int64_t AHEAD_BYTES = 4096, LINE = 64;
-
-template <class T>
-inline int64_t rows_ahead(int64_t width) {
-  return std::max<int64_t>(4, AHEAD_BYTES / (int64_t)(width * sizeof(T)));
-}
-
-template <class T>
-inline void prefetch(const T* row, int64_t width) {
-  const char* from = (const char*)row;
-  for (int64_t i = 0; i < (int64_t)(width * sizeof(T)); i += LINE) __builtin_prefetch(from + i, 0, 3);
-}
-
-// logits[g][0..TOKENS) = q[g] . k[rows[token]] for 1 or 4 tokens, q padded with zeros to whole vectors.
-template <class T, int G, int TOKENS>
-inline void dot_tokens(const float* q, int64_t padded, const T* k, const int64_t* rows, int64_t width, float* logits,
-                       int64_t stride) {
-  Floats sums[TOKENS][G];
-  const T* keys[TOKENS];
-#pragma GCC unroll 4
-  for (int t = 0; t < TOKENS; ++t)
-#pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) sums[t][g] = Floats{};
-  for (int t = 0; t < TOKENS; ++t) keys[t] = k + rows[t] * width;
-  for (int64_t d = 0; d < width; d += LANES) {
-    const int64_t left = width - d;
-#pragma GCC unroll 4
-    for (int t = 0; t < TOKENS; ++t) {
-      const Floats key = left < LANES ? load_part(keys[t] + d, (int)left) : load(keys[t] + d);
-#pragma GCC unroll 4
-      for (int g = 0; g < G; ++g) sums[t][g] += key * load(q + g * padded + d);
-    }
-  }
-#pragma GCC unroll 4
-  for (int g = 0; g < G; ++g)
-    if constexpr (TOKENS == 4)
-      sum_four(sums[0][g], sums[1][g], sums[2][g], sums[3][g], logits + g * stride);
-    else
-      logits[g * stride] = sum(sums[0][g]);
-}
-
-// sums[g][0..VECTORS * LANES) += weights[g][token] * v[rows[token]].
-template <class T, int G, int VECTORS>
-inline void add_columns(const float* weights, int64_t stride, const T* v, const int64_t* rows, int64_t width,
-                        int64_t tokens, float* sums, int64_t padded) {
-  Floats partial[G][VECTORS];
-  for (int g = 0; g < G; ++g)
-    for (int i = 0; i < VECTORS; ++i) partial[g][i] = load(sums + g * padded + i * LANES);
-  for (int64_t t = 0; t < tokens; ++t) {
-    const T* from = v + rows[t] * width;
-    Floats value[VECTORS];
-    for (int i = 0; i < VECTORS; ++i) value[i] = load(from + i * LANES);
-    for (int g = 0; g < G; ++g) {
-      const Floats weight = fill(weights[g * stride + t]);
-      for (int i = 0; i < VECTORS; ++i) partial[g][i] += weight * value[i];
-    }
-  }
-  for (int g = 0; g < G; ++g)
-    for (int i = 0; i < VECTORS; ++i) store(sums + g * padded + i * LANES, partial[g][i]);
-}
-
-template <class T, int G>
-inline void add_values(const float* weights, int64_t stride, const T* v, const int64_t* rows, int64_t width,
-                       int64_t tokens, float* sums, int64_t padded) {
-  int64_t d = 0;
-  for (; d + 4 * LANES <= width; d += 4 * LANES)
-    add_columns<T, G, 4>(weights, stride, v + d, rows, width, tokens, sums + d, padded);
-  for (; d + LANES <= width; d += LANES)
-    add_columns<T, G, 1>(weights, stride, v + d, rows, width, tokens, sums + d, padded);
-  if (d == width) return;
-  for (int64_t t = 0; t < tokens; ++t) {
-    const Floats value = load_part(v + rows[t] * width + d, (int)(width - d));
-    for (int g = 0; g < G; ++g) {
-      float* to = sums + g * padded + d;
-      store(to, load(to) + fill(weights[g * stride + t]) * value);
-    }
-  }
-}
-
-// Scaled, soft-capped logits become exponentials in place; returns their sum and the maximum that was taken off.
-inline float exponentials(float* logits, int64_t tokens, const Attention& a, float* maximum) {
-  const float scale = (float)a.scale, softcap = (float)a.softcap;
-  for (int64_t t = tokens; t % LANES; ++t) logits[t] = -std::numeric_limits<float>::infinity();
-  if (softcap > 0)
-    for (int64_t t = 0; t < tokens; ++t) logits[t] = softcap * std::tanh(logits[t] * scale / softcap);
-  Floats most = fill(-std::numeric_limits<float>::infinity());
+// A unit's exponentials [group, stride] become probabilities by `factors` [group], reduced over the group [tokens].
+inline void reduce_group(const Attention& a, const Unit& unit, const float* kept, const float* factors, float* to) {
+  const int64_t tokens = unit.tokens(), stride = unit.stride();
   for (int64_t t = 0; t < tokens; t += LANES) {
-    Floats x = load(logits + t);
-    if (!(softcap > 0) && t + LANES <= tokens) store(logits + t, x = x * scale);
-    if (!(softcap > 0) && t + LANES > tokens) {  // a negative scale must not turn the padding round
-      for (int64_t i = t; i < tokens; ++i) logits[i] *= scale;
-      x = load(logits + t);
+    Floats total = load(kept + t) * factors[0];
+    for (int64_t g = 1; g < a.group; ++g) {
+      const Floats x = load(kept + g * stride + t) * factors[g];
+      if (a.reduction == MAX)
+        total = (x > total) | (x != x) ? x : total;  // a NaN stays one
+      else
+        total += x;
     }
-    most = x > most ? x : most;
-  }
-  float top = most[0];
-  for (int i = 1; i < LANES; ++i) top = std::max(top, most[i]);
-  *maximum = top;
-  const float shift = top == -std::numeric_limits<float>::infinity() ? 0.0f : top;
-  Floats total = {};
-  for (int64_t t = 0; t < tokens; t += LANES) {
-    const Floats e = exp_negative(load(logits + t) - shift);
-    store(logits + t, e);
-    total += e;
-  }
-  return sum(total);
-}
-
-// G query heads of one chunk of `tokens` rows: `maximum`, `total` [G], `sums` [G, padded_v].
-template <class T, int G>
-void attend_heads(const Attention& a, const int64_t* rows, int64_t tokens, const float* q, int64_t padded_k,
-                  float* logits, int64_t stride, float* maximum, float* total, float* sums, int64_t padded_v) {
-  const T *k = (const T*)a.k, *v = (const T*)a.v;
-  const int64_t ahead = rows_ahead<T>(a.width_k), ahead_v = rows_ahead<T>(a.width_v);
-  int64_t t = 0;
-  for (; t + 4 <= tokens; t += 4) {
-    for (int64_t i = t + ahead; i < t + ahead + 4; ++i)
-      if (i < tokens)
-        prefetch(k + rows[i] * a.width_k, a.width_k);
-      else if (i - tokens < ahead_v)
-        prefetch(v + rows[std::min(i - tokens, tokens - 1)] * a.width_v, a.width_v);
-    dot_tokens<T, G, 4>(q, padded_k, k, rows + t, a.width_k, logits + t, stride);
-  }
-  for (; t < tokens; ++t) dot_tokens<T, G, 1>(q, padded_k, k, rows + t, a.width_k, logits + t, stride);
-  for (int g = 0; g < G; ++g) total[g] = exponentials(logits + g * stride, tokens, a, maximum + g);
-  std::fill(sums, sums + G * padded_v, 0.0f);
-  for (t = 0; t < tokens; t += TILE) {
-    const int64_t count = std::min<int64_t>(TILE, tokens - t);
-    for (int64_t i = t + ahead_v; i < std::min(t + ahead_v + TILE, tokens); ++i)
-      prefetch(v + rows[i] * a.width_v, a.width_v);
-    add_values<T, G>(logits + t, stride, v, rows + t, a.width_v, count, sums, padded_v);
+    if (a.reduction == MEAN) total /= (float)a.group;
+    std::memcpy(to + t, &total, std::min<int64_t>(LANES, tokens - t) * sizeof(float));
   }
 }
 
+// What the listed tokens of a segment received, in the places of its list; 0 where there is no token.
+inline void give_mass(const Attention& a, int64_t segment, const std::vector<Unit>& units,
+                      const std::vector<int64_t>& first, const float* partials, int64_t size, const float* kept) {
+  const int64_t places = a.listed * a.page_size;
+  float* to = a.mass + segment * places;
+  int64_t tokens = 0;
+  for (int64_t u = first[segment]; u < first[segment + 1]; ++u) {
+    reduce_group(a, units[u], kept + units[u].kept, partials + u * size, to + units[u].first);
+    tokens = units[u].last;
+  }
+  std::fill(to + tokens, to + places, 0.0f);
+}
+
+// Merges the chunks [first, last) of a segment, and its sink logit, into out and lse. Of each chunk the maxima become
+// what its exponentials must be multiplied by to be probabilities.
 template <class T>
-void attend_unit(const Attention& a, const Unit& unit, std::vector<float>& scratch, float* partial) {
-  int64_t rows[LONG_CHUNK];
-  const int64_t tokens = unit.last - unit.first;
-  find_rows(a, unit, rows);
-  const int64_t padded_k = (a.width_k + LANES - 1) / LANES * LANES;
-  const int64_t padded_v = (a.width_v + LANES - 1) / LANES * LANES;
-  const int64_t stride = LONG_CHUNK + LANES;
-  scratch.resize(HEADS_AT_ONCE * (padded_k + stride) + LANES);
-  float* const aligned = (float*)(((uintptr_t)scratch.data() + 63) & ~(uintptr_t)63);
-  float *q = aligned, *logits = q + HEADS_AT_ONCE * padded_k;
-  float *maximum = partial, *total = maximum + a.group, *sums = total + a.group;
-  const T* queries = (const T*)a.q + unit.batch * a.q_batch + unit.head * a.q_head;
-  for (int64_t g = 0; g < a.group; g += HEADS_AT_ONCE) {
-    const int64_t heads = std::min<int64_t>(HEADS_AT_ONCE, a.group - g);
-    for (int64_t i = 0; i < heads; ++i)
-      for (int64_t d = 0; d < padded_k; d += LANES) {
-        const int64_t left = a.width_k - d;
-        const T* from = queries + (g + i) * a.q_group + d;
-        store(q + i * padded_k + d, left < LANES ? load_part(from, (int)left) : load(from));
-      }
-    auto run = heads == 4   ? attend_heads<T, 4>
-               : heads == 3 ? attend_heads<T, 3>
-               : heads == 2 ? attend_heads<T, 2>
-                            : attend_heads<T, 1>;
-    run(a, rows, tokens, q, padded_k, logits, stride, maximum + g, total + g, sums + g * padded_v, padded_v);
-  }
-}
-
-// Merges the chunks [first, last) of a segment, and its sink logit, into out and lse.
-template <class T>
-void merge(const Attention& a, int64_t b, int64_t h, const float* partials, int64_t size, int64_t first, int64_t last) {
-  const int64_t padded_v = (a.width_v + LANES - 1) / LANES * LANES;
+void merge(const Attention& a, int64_t b, int64_t h, float* partials, int64_t size, int64_t first, int64_t last) {
+  const int64_t padded_v = round_up(a.width_v);
   const float nothing = -std::numeric_limits<float>::infinity();
   std::vector<float> sums(padded_v);
   for (int64_t g = 0; g < a.group; ++g) {
@@ -236,47 +54,64 @@ void merge(const Attention& a, int64_t b, int64_t h, const float* partials, int6
     float total = sink == nothing ? 0.0f : std::exp(sink - shift);
     std::fill(sums.begin(), sums.end(), 0.0f);
     for (int64_t c = first; c < last; ++c) {
-      const float* part = partials + c * size;
-      const float weight = std::exp(part[g] - shift);
+      float* part = partials + c * size;
+      const float weight = part[g] = std::exp(part[g] - shift);
       total += weight * part[a.group + g];
       const float* from = part + 2 * a.group + g * padded_v;
       for (int64_t d = 0; d < padded_v; ++d) sums[d] += weight * from[d];
     }
+    for (int64_t c = first; c < last; ++c) partials[c * size + g] /= total;
     const int64_t row = (b * a.heads + h) * a.group + g;
     a.lse[row] = shift + std::log(total);
     for (int64_t d = 0; d < a.width_v; ++d) put((T*)a.out + row * a.width_v + d, sums[d] / total);
   }
 }
 
+// The units of all segments, in order; `first` [segments + 1]: of each segment. Returns the listed tokens.
+inline int64_t cut(const Attention& a, std::vector<Unit>& units, std::vector<int64_t>& first) {
+  int64_t read = 0, kept = 0;
+  for (int64_t s = 0; s < a.batch * a.heads; ++s) {
+    const int64_t tokens = listed_tokens(a, s / a.heads, s % a.heads);
+    const int64_t chunk = tokens <= LONG_LIST ? SHORT_CHUNK : LONG_CHUNK;
+    first.push_back((int64_t)units.size());
+    for (int64_t t = 0; t < tokens; t += chunk) {
+      units.push_back({s / a.heads, s % a.heads, t, std::min(t + chunk, tokens), kept});
+      kept += a.group * units.back().stride();
+    }
+    read += tokens;
+  }
+  first.push_back((int64_t)units.size());
+  return read;
+}
+
+// Grows and never shrinks: steps need much the same memory.
+inline float* at_least(std::vector<float>& buffer, int64_t size) {
+  if ((int64_t)buffer.size() < size) buffer.resize(size);
+  return buffer.data();
+}
+
 // Returns the number of K/V tokens read.
 template <class T>
 int64_t attend(const Attention& a) {
-  const int64_t padded_v = (a.width_v + LANES - 1) / LANES * LANES;
-  const int64_t size = a.group * (2 + padded_v), segments = a.batch * a.heads;
+  const int64_t size = a.group * (2 + round_up(a.width_v)), segments = a.batch * a.heads;
   std::vector<Unit> units;
-  std::vector<int64_t> first(segments + 1);
-  int64_t read = 0;
-  for (int64_t s = 0; s < segments; ++s) {
-    const int64_t tokens = listed_tokens(a, s / a.heads, s % a.heads);
-    const int64_t chunk = tokens <= LONG_LIST ? SHORT_CHUNK : LONG_CHUNK;
-    first[s] = (int64_t)units.size();
-    for (int64_t t = 0; t < tokens; t += chunk)
-      units.push_back({s / a.heads, s % a.heads, t, std::min(t + chunk, tokens)});
-    read += tokens;
-  }
-  first[segments] = (int64_t)units.size();
-  static thread_local std::vector<float> partials;
-  partials.resize(std::max(partials.size(), units.size() * (size_t)size));
-  float* const partial = partials.data();
-  const int64_t work = (int64_t)units.size();
+  std::vector<int64_t> first;
+  const int64_t read = cut(a, units, first), work = (int64_t)units.size();
+  static thread_local std::vector<float> partials, exponentials;
+  float* const partial = at_least(partials, work * size);
+  const int64_t exponential_count = work ? units.back().kept + a.group * units.back().stride() : 0;
+  float* const kept = a.mass ? at_least(exponentials, exponential_count) : nullptr;
 #pragma omp parallel if (work > 1)
   {
     std::vector<float> scratch;
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t u = 0; u < work; ++u) attend_unit<T>(a, units[u], scratch, partial + u * size);
+    for (int64_t u = 0; u < work; ++u)
+      attend_unit<T>(a, units[u], scratch, partial + u * size, kept ? kept + units[u].kept : nullptr);
 #pragma omp for schedule(static)
     for (int64_t s = 0; s < segments; ++s)
       merge<T>(a, s / a.heads, s % a.heads, partial, size, first[s], first[s + 1]);
+#pragma omp for schedule(static)
+    for (int64_t s = 0; s < (a.mass ? segments : 0); ++s) give_mass(a, s, units, first, partial, size, kept);
   }
   return read;
 }

@@ -15,7 +15,7 @@ from kvsieve.backends.select import select_pages
 from kvsieve.graph import FlowGraphs
 from kvsieve.lower import lower
 from kvsieve.paging.pool import LayerPool
-from kvsieve.plan import Quota, Rows, Window, Writes
+from kvsieve.plan import MassRows, Quota, Rows, Window, Writes
 
 SEGMENT_FIELDS = ("valid", "blocks", "rows", "position", "age", "mass_scale")
 
@@ -39,8 +39,7 @@ class CompiledBackend(Backend):
     def kernels(self, pool: LayerPool) -> dict[str, str]:
         names = {**super().kernels(pool), **dict.fromkeys(("summarize", "score"), "torch.compile (inductor)")}
         if _is_native(pool):
-            native_phases = ("write", "select") if "mass" in pool.state else ("write", "select", "attend")
-            names |= {phase: f"C++ kvsieve_{phase}" for phase in native_phases}
+            names |= {phase: f"C++ kvsieve_{phase}" for phase in ("write", "select", "attend", "mass")}
         return names
 
     def refusal(self, graphs: FlowGraphs) -> str | None:
@@ -96,13 +95,23 @@ class CompiledBackend(Backend):
     def attend(
         self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        if options.mass is None and _is_native(pool):
-            return *native.attend(q, pool, rows, selection, options), None
+        if _is_native(pool):
+            return native.attend(q, pool, rows, selection, options)
         return attend_selected(q, pool, rows, selection, options)
+
+    def add_mass(
+        self, pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, increment: torch.Tensor
+    ) -> None:
+        if _is_native(pool):
+            native.add_mass(pool, rows, mass, selection, increment)
+        else:
+            super().add_mass(pool, rows, mass, selection, increment)
 
     def prompt_mass(
         self, q: torch.Tensor, pool: LayerPool, blocks: torch.Tensor, first: int, options: AttentionOptions
     ) -> torch.Tensor:
+        if _is_native(pool):
+            return native.prompt_mass(q, pool, blocks, first, options)
         return prompt_mass(q, pool, blocks, first, options)
 
     def prefill(

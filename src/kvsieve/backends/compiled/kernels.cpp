@@ -1,5 +1,7 @@
 // The C interface of the CPU kernels; compiled for the machine that runs them.
 #include "attend.h"
+#include "mass.h"
+#include "seed.h"
 #include "select.h"
 
 using namespace kvsieve;
@@ -12,6 +14,14 @@ EXPORT int64_t kvsieve_attend(const Attention* a, int64_t type) {
   if (type == 2) return attend<Float16>(*a);
   return attend<float>(*a);
 }
+
+EXPORT void kvsieve_seed(const Seeding* s, int64_t type) {
+  if (type == 1) return seed<BFloat16>(*s);
+  if (type == 2) return seed<Float16>(*s);
+  seed<float>(*s);
+}
+
+EXPORT void kvsieve_mass(const Crediting* c) { credit(*c); }
 
 EXPORT void kvsieve_select(const Choice* c) { select(*c); }
 

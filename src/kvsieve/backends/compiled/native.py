@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_double, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int64, c_void_p
 
 import torch
 
 from kvsieve.backends.base import AttentionOptions, Selection
 from kvsieve.backends.compiled.build import load_kernels
 from kvsieve.paging.pool import LayerPool
-from kvsieve.plan import Quota, Rows, Writes
+from kvsieve.plan import MassRows, Quota, Rows, Writes
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Dtypes of q, K and V that the kernels know, and their numbers there."""
+REDUCTIONS = ("sum", "mean", "max")
+"""Over the group's query heads; the place of each is its number in the kernels."""
 
 
 class _Attention(ctypes.Structure):
@@ -23,7 +25,25 @@ class _Attention(ctypes.Structure):
         *(("k", c_void_p), ("v", c_void_p), ("blocks", c_int64), ("table", c_void_p), ("table_batch", c_int64)),
         *(("pages", c_void_p), ("pages_batch", c_int64), ("pages_head", c_int64)),
         *((name, c_void_p) for name in ("counts", "lengths", "sinks", "out", "lse")),
-        *(("scale", c_double), ("softcap", c_double)),
+        *(("scale", c_double), ("softcap", c_double), ("mass", c_void_p), ("listed", c_int64), ("reduction", c_int64)),
+    )
+
+
+class _Crediting(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "heads", "listed", "page_size", "rows")),
+        *(("table", c_void_p), ("table_batch", c_int64)),
+        *(("pages", c_void_p), ("pages_batch", c_int64), ("pages_head", c_int64)),
+        *((name, c_void_p) for name in ("counts", "lengths", "units", "factors", "increment", "mass", "sums")),
+    )
+
+
+class _Seeding(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("heads", "group", "width", "page_size", "rows", "length")),
+        *(("q", c_void_p), ("q_row", c_int64), ("q_head", c_int64), ("q_group", c_int64)),
+        *(("k", c_void_p), ("blocks", c_int64), ("table", c_void_p), ("weights", c_void_p), ("sinks", c_void_p)),
+        *(("scale", c_double), ("softcap", c_double), ("reduction", c_int64), ("out", c_void_p)),
     )
 
 
@@ -47,8 +67,9 @@ class _Writing(ctypes.Structure):
 
 def attend(
     q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [B, H, G, D] -> out [B, H, G, Dv] in q's dtype, lse [B, H, G] float32. Pages are read where they lie."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """q [B, H, G, D] -> out [B, H, G, Dv] in q's dtype, lse [B, H, G] float32, and with ``options.mass`` what the
+    selected tokens received [B, H, K, p] float32. Pages are read where they lie."""
     batch, heads, group, width = q.shape
     q = q if q.stride(3) == 1 else q.contiguous()
     sinks = None if options.sinks is None else options.sinks.float().contiguous()
@@ -56,6 +77,9 @@ def attend(
     k, v, table = pool.k, pool.v, rows.table
     out = torch.empty(batch, heads, group, v.shape[3], dtype=q.dtype)
     lse = torch.empty(batch, heads, group, dtype=torch.float32)
+    wanted, mass = options.mass, None
+    if wanted is not None:
+        mass = torch.empty(batch, heads, pages.shape[2], pool.page_size, dtype=torch.float32)
     call = _Attention(
         *(batch, heads, group, width, v.shape[3], pool.page_size),
         *(q.data_ptr(), q.stride(0), q.stride(1), q.stride(2)),
@@ -63,9 +87,48 @@ def attend(
         *(pages.data_ptr(), pages.stride(0), pages.stride(1)),
         *(selection.count.data_ptr(), rows.lengths_tensor.data_ptr(), None if sinks is None else sinks.data_ptr()),
         *(out.data_ptr(), lse.data_ptr(), options.scale, options.softcap or 0.0),
+        *(None if mass is None else mass.data_ptr(), pages.shape[2], REDUCTIONS.index(wanted.group) if wanted else 0),
     )
     load_kernels().kvsieve_attend(ctypes.byref(call), c_int64(TYPES[q.dtype]))
-    return out, lse
+    return out, lse, mass
+
+
+def prompt_mass(
+    q: torch.Tensor, pool: LayerPool, blocks: torch.Tensor, first: int, options: AttentionOptions
+) -> torch.Tensor:
+    """Decayed column sums of queries [n, H, G, D] at positions ``first ..`` over ``blocks`` [S] -> [H, first + n]."""
+    mass, length = options.mass, first + len(q)
+    assert mass is not None
+    rows = mass.significant(len(q))
+    q = q[len(q) - rows :]
+    q = q if q.stride(3) == 1 else q.contiguous()
+    weights = torch.tensor(mass.row_weights(rows), dtype=torch.float32)
+    sinks = None if options.sinks is None else options.sinks.float().contiguous()
+    blocks = blocks.contiguous()
+    out = torch.empty(q.shape[1], length, dtype=torch.float32)
+    call = _Seeding(
+        *(*q.shape[1:], pool.page_size, rows, length, q.data_ptr(), q.stride(0), q.stride(1), q.stride(2)),
+        *(pool.k.data_ptr(), pool.k.shape[1], blocks.data_ptr(), weights.data_ptr()),
+        *(None if sinks is None else sinks.data_ptr(), options.scale, options.softcap or 0.0),
+        *(REDUCTIONS.index(mass.group), out.data_ptr()),
+    )
+    load_kernels().kvsieve_seed(ctypes.byref(call), c_int64(TYPES[q.dtype]))
+    return out
+
+
+def add_mass(pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, increment: torch.Tensor) -> None:
+    """Rebase stored mass where ``mass`` says so, then add increment [B, H, K, p] to the selected pages."""
+    batch, heads, listed, page_size = increment.shape
+    pages = selection.pages if selection.pages.stride(2) == 1 else selection.pages.contiguous()
+    increment, stored, sums = increment.contiguous(), pool.state["mass"], pool.state.get("mass_sum")
+    factors = (c_float * batch)(*(mass.rebase.get(place, 1.0) for place in range(batch))) if mass.rebase else None
+    call = _Crediting(
+        *(batch, heads, listed, page_size, stored.shape[1], mass.table.data_ptr(), mass.table.stride(0)),
+        *(pages.data_ptr(), pages.stride(0), pages.stride(1), selection.count.data_ptr()),
+        *(rows.lengths_tensor.data_ptr(), mass.unit.data_ptr(), factors and ctypes.addressof(factors)),
+        *(increment.data_ptr(), stored.data_ptr(), None if sums is None else sums.data_ptr()),
+    )
+    load_kernels().kvsieve_mass(ctypes.byref(call))
 
 
 def select(scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:

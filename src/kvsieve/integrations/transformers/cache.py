@@ -16,8 +16,9 @@ from kvsieve.budget import BudgetLike
 from kvsieve.call import ReadStats
 from kvsieve.errors import ConfigError, KvsieveError
 from kvsieve.flow import Flow
+from kvsieve.integrations.transformers.attention import tag
 from kvsieve.integrations.transformers.forward import Forward, new_tokens
-from kvsieve.integrations.transformers.layers import PagedLayer, SlidingLayer
+from kvsieve.integrations.transformers.layers import PagedAttention, PagedLayer, SlidingLayer
 from kvsieve.models import IMPLEMENTATION
 from kvsieve.paging.table import RequestId
 from kvsieve.retention import KEEP, Retention
@@ -63,7 +64,7 @@ class SparseCache(Cache):
             if type(layer) is DynamicSlidingWindowLayer:
                 layers.append(SlidingLayer(layer.sliding_window))
             elif type(layer) is DynamicLayer:
-                layers.append(PagedLayer(self, index))
+                layers.append(PagedLayer(index))
             else:
                 raise ConfigError(
                     f"layer {index} of {type(config).__name__} needs a {type(layer).__name__}: SparseCache serves "
@@ -119,7 +120,10 @@ class SparseCache(Cache):
                 f"SparseCache: expected a model with attn_implementation='{IMPLEMENTATION}', received "
                 f"{implementation!r}; call model.set_attn_implementation('{IMPLEMENTATION}')"
             )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx in self._paged:
+            tag(keys, PagedAttention(self, self._paged[layer_idx]))
+        return keys, values
 
     def reset(self) -> None:
         """Forget all requests and free their pages; counters and compiled flows stay."""

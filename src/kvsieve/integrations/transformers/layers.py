@@ -22,14 +22,17 @@ class ForwardHost(Protocol):
 
 
 class PagedLayer(CacheLayerMixin):
-    """A full-attention layer: K and V live in the runtime's pool."""
+    """A full-attention layer: K and V live in the runtime's pool.
+
+    It does not know its cache, so that both are freed when the last user lets go.
+    """
 
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, cache: ForwardHost, index: int) -> None:
+    def __init__(self, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.cache, self.index, self.length = cache, index, 0
+        self.index, self.length = index, 0
         self._waiting = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -43,24 +46,25 @@ class PagedLayer(CacheLayerMixin):
             )
         self.lazy_initialization(key_states, value_states)
         self._waiting = True
-        tag(key_states, self)
         return key_states, value_states
 
     def attend(
         self,
+        cache: ForwardHost,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
         options: AttentionOptions,
     ) -> torch.Tensor:
+        """New q [B, Hq, T, D], k, v [B, H, T, ...] of the cache that the layer belongs to -> [B, T, Hq, Dv]."""
         self._waiting = False
         if mask is not None and mask.dim() != 2:
             raise ConfigError(
                 f"layer {self.index}: expected a 2-D attention_mask [batch, length], received {list(mask.shape)}; "
                 "custom 4-D masks need attn_implementation='sdpa'"
             )
-        forward = self.cache.forward_of(self, query.shape[0], query.shape[2], mask)
+        forward = cache.forward_of(self, query.shape[0], query.shape[2], mask)
         out = forward.attend(self.index, query, key, value, options)
         self.length += query.shape[2]
         return out
@@ -78,6 +82,23 @@ class PagedLayer(CacheLayerMixin):
         self.length, self._waiting, self.is_initialized = 0, False, False
 
 
+class PagedAttention:
+    """A paged layer with its cache, as new keys carry it to the attention function."""
+
+    def __init__(self, cache: ForwardHost, layer: PagedLayer) -> None:
+        self.cache, self.layer = cache, layer
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        return self.layer.attend(self.cache, query, key, value, mask, options)
+
+
 class SlidingLayer(DynamicSlidingWindowLayer):
     """A sliding-window layer: stored and masked as the model does it, dense within its window."""
 
@@ -86,6 +107,7 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self._before = self.keys, self.values, self.is_initialized, self.cumulative_length
         keys, values = super().update(key_states, value_states, *args, **kwargs)
+        keys = keys.view_as(keys)  # what is stored may be a view of these keys: tagged themselves, they would never die
         tag(keys, self)
         return keys, values
 
