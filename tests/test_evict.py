@@ -105,7 +105,9 @@ class Pair:
 
     def _close(self, received: torch.Tensor, expected: torch.Tensor, decode: bool) -> None:
         u = unit_roundoff(self.dtype)
-        allowed = 1e-5 if self.dtype is torch.float32 else 2 * u if decode else 8 * u  # a dense kernel rounds on its way
+        allowed = (
+            1e-5 if self.dtype is torch.float32 else 2 * u if decode else 8 * u
+        )  # a dense kernel rounds on its way
         error = (received.double() - expected).abs().amax() / expected.abs().amax()
         assert error <= allowed, float(error)
 
@@ -441,6 +443,17 @@ def test_the_pool_stays_as_large_as_the_prompt_and_the_capacity_need() -> None:
     assert sizes == (pool.k.shape, pool.v.shape, {name: field.shape for name, field in pool.state.items()})
     assert (tables.block_allocator.used_blocks, tables.blocks.shape) == (used, table)
     assert tables.row_allocator.used_blocks == 5 and pair.runtime.length(request) == 370
+
+
+def test_a_pool_of_capacity_and_one_token_is_enough() -> None:
+    pair = Pair("h2o", Evict(20, 2, 4), 5, num_blocks=5 + 5)
+    requests = [pair.admit(), pair.admit()]
+    pair.extend(requests, [9, 23])
+    pair.step(requests, 20)
+    assert pair.runtime.tables.block_allocator.idle_blocks == 0
+    blocks = [list(pair.runtime.tables[one].blocks) for one in requests]
+    pair.step(requests, 20)
+    assert blocks == [pair.runtime.tables[one].blocks for one in requests]
 
 
 @pytest.mark.slow
