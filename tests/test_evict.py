@@ -396,6 +396,30 @@ def test_forks_of_a_prompt_trim_blocks_of_their_own() -> None:
     assert tables.block_allocator.used_blocks == tables.row_allocator.used_blocks == 0
 
 
+def test_copies_of_shared_blocks_spare_what_a_trim_has_yet_to_read() -> None:
+    """A long prompt is trimmed in the call in which a fork needs blocks of its own: not those that become free."""
+    pair = Pair("h2o", Evict(11, 2, 4), 5)
+    long, short = pair.admit(), pair.admit()
+    pair.extend([long, short], [60, 18])
+    fork = pair.fork(short)
+    pair.step([long, fork, short], 2)
+
+
+@pytest.mark.parametrize("flow", EVICTABLE)
+def test_a_turn_after_a_fork_or_a_preemption_is_trimmed_first(flow: str) -> None:
+    pair = Pair(flow, evict(flow, 11))
+    request = pair.admit()
+    pair.extend([request], [18])
+    pair.step([request], 2)
+    fork = pair.fork(request)
+    pair.runtime.preempt(request)
+    pair.extend([fork], [3])
+    pair.runtime.resume(request)
+    pair.extend([request], [4])
+    assert [len(pair.stored(one, 0)) for one in (fork, request)] == [14, 15]
+    pair.step([request, fork], 2)
+
+
 @pytest.mark.parametrize("flow", EVICTABLE)
 def test_a_crop_reaches_the_last_short_call_and_no_further(flow: str) -> None:
     pair = Pair(flow, evict(flow, 15))
