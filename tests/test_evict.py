@@ -247,6 +247,21 @@ def test_no_room_beside_sinks_and_recent_tokens_is_streaming() -> None:
     assert pair.stored(request, 0) == pair.stored(request, 1) == [0, 1, 2, 3, *range(28, 34)]
 
 
+def test_where_mass_means_nothing_the_older_tokens_stay() -> None:
+    retention = Evict(11, 2, 4)
+    runtime, segment = Runtime("h2o", page_size=5, retention=retention), EvictingSegment(build_flow("h2o"), retention)
+    q, k, v = IidData(3).tokens(LayerShape(1, 3, 20, 12), 0, 0, 0, 31, (0, 0))
+    k[5] = float("nan")  # of every query from here on, each probability is NaN
+    request = runtime.admit()
+    runtime.extend([request], [30]).attend(0, q[:30], k[:30], v[:30])
+    runtime.step([request]).attend(0, q[30:], k[30:], v[30:])
+    segment.extend(q[:30], k[:30, 0], v[:30, 0])
+    segment.step(q[30], k[30, 0], v[30, 0])
+    rows = runtime.tables[request].rows
+    stored = runtime.layers[0].pool.state[POSITION][0, rows].flatten()[:12].sort().values.tolist()
+    assert stored == segment.alive == [*range(7), *range(26, 31)]
+
+
 @pytest.mark.parametrize("flow", EVICTABLE)
 def test_within_the_capacity_every_bit_is_that_of_dense_attention(flow: str) -> None:
     draws = [IidData(2).tokens(SHAPE, 0, 0, *part, (0, 0)) for part in ((0, 11), *((i, 1) for i in range(11, 21)))]
@@ -398,7 +413,7 @@ def test_forks_of_a_prompt_trim_blocks_of_their_own() -> None:
 
 def test_copies_of_shared_blocks_spare_what_a_trim_has_yet_to_read() -> None:
     """A long prompt is trimmed in the call in which a fork needs blocks of its own: not those that become free."""
-    pair = Pair("h2o", Evict(11, 2, 4), 5)
+    pair = Pair("tova", Evict(11, 0, 1), 5)
     long, short = pair.admit(), pair.admit()
     pair.extend([long, short], [60, 18])
     fork = pair.fork(short)
