@@ -16,6 +16,7 @@ from kvsieve.reference import EvictingSegment
 from kvsieve.verify.checks import Numbers
 from kvsieve.verify.data import IidData, LayerShape
 from kvsieve.verify.eviction import EVICTION, GROUPS, Simulation
+from kvsieve.verify.programs import Program, run_program
 from kvsieve.verify.subject import Subject
 
 # Values and refusals
@@ -210,3 +211,12 @@ def test_the_long_checks_of_eviction_pass(flow: str, check: str) -> None:
 def test_flows_that_cannot_evict_are_left_out_of_them() -> None:
     for _, _, check in EVICTION:
         assert check(Subject(build_flow("gqa_quest_sparse_attention"))) == Numbers()
+
+
+def test_a_fork_that_is_cropped_is_checked_by_itself() -> None:
+    events = (("admit", 1, 1, 1), ("fork", 1, 1, 1), ("extend", 2, 1, 0), ("crop", 2, 0, 1), ("step", 0, 1, 1))
+    shapes, budget = (LayerShape(2, 1, 4, 4),), Budget(0, 2, 2)
+    numbers = run_program(
+        Program("streaming_llm", 5, shapes, budget, "ties", 237, 8, (), events, retention=Evict(2, 1, 1))
+    )
+    assert numbers.checked["selection"] == 2

@@ -96,6 +96,6 @@ def test_a_dormant_sink_is_lost_unless_sinks_stay() -> None:
     lost = next(step for step, stored in enumerate(bare.stored) if 0 not in stored)
     assert 100 < lost < len(DORMANT) and all(0 not in stored for stored in bare.stored[lost:])
     assert all(stored >= {0, 1, 2, 3} for stored in guarded.stored)
-    assert max(bare.errors[asleep]) < 0.05 and max(guarded.errors[asleep]) < 0.05  # nothing shows it yet
+    assert max(bare.errors[asleep]) < 0.1 and max(guarded.errors[asleep]) < 0.1  # nothing shows it yet
     awake = slice(len(DORMANT), None)
     assert min(bare.errors[awake]) > 1.5 and max(guarded.errors[awake]) < 0.02
