@@ -13,11 +13,13 @@ import torch
 from kvsieve.budget import Budget
 from kvsieve.cli import main
 from kvsieve.cli.generation import Parting, find_parting
-from kvsieve.cli.options import choose_budget, parse_flow_arguments, parse_layers
+from kvsieve.cli.options import choose_budget, choose_retention, parse_flow_arguments, parse_layers
 from kvsieve.errors import ConfigError
 from kvsieve.flow import build_flow, choose_page_size, list_flows, load_flow
+from kvsieve.retention import Evict, Keep
 
 QUEST, TOKEN = "gqa_quest_sparse_attention", "h2o_token_sparse_attention"
+EVICT = ("generate", "--prompt", "x", "--retention", "evict", "--flow")
 
 
 def run(*arguments: str) -> int:
@@ -94,6 +96,17 @@ def test_flows_markdown_and_terminal_say_what_json_says(capsys):
         (["generate", "--flow", QUEST, "--prompt", "x", "--skip-layers", "1-b"], "'1-b'"),
         (["generate", "--flow", QUEST, "--prompt", "x", "--model", "./none"], "no such directory"),
         (["generate", "--flow", "none.py:A", "--prompt", "x"], "no such file"),
+        (["generate", "--flow", "h2o", "--prompt", "x", "--retention", "evikt"], "did you mean evict"),
+        (["generate", "--flow", "h2o", "--prompt", "x", "--retention", "evict"], "expected --capacity TOKENS"),
+        (["generate", "--flow", "h2o", "--prompt", "x", "--capacity", "64"], "expected --retention evict beside it"),
+        ([*EVICT, "h2o", "--capacity", "64", "--budget-tokens", "64"], "received --budget-tokens too"),
+        ([*EVICT, "h2o", "--capacity", "64", "--topk", "3", "--ratio", "0.5"], "received --ratio, --topk too"),
+        ([*EVICT, "h2o", "--capacity", "35"], "at least sink + recent = 36 tokens, received 35"),
+        ([*EVICT, "h2o", "--capacity", "64", "--recent", "0"], "Evict(recent=): expected an integer >= 1"),
+        ([*EVICT, QUEST, "--capacity", "64"], "use retention Keep() with a budget"),
+        ([*EVICT, "streaming_llm", "--capacity", "64", "--recent", "4"], "set recent=60"),
+        ([*EVICT, "h2o", "--capacity", "64", "--skip-layers", "0"], "expected no dense layers"),
+        ([*EVICT, "h2o", "--capacity", "64", "--flow-arg", "decay=2"], "decay"),
         (["new", "class"], "identifier"),
         (["new", "2x"], "identifier"),
         (["new", "a-b"], "identifier"),
@@ -171,6 +184,16 @@ class Letters:
 
     def decode(self, tokens: list[int]) -> str:
         return "".join(chr(97 + token) for token in tokens)
+
+
+def test_an_eviction_has_a_capacity_and_its_flows_defaults():
+    nothing = {"budget-tokens": None, "topk": None, "ratio": None}
+    h2o, streaming = build_flow("h2o"), build_flow("streaming_llm")
+    assert choose_retention(h2o, "keep", None, 3, 4, {**nothing, "topk": 2}) == Keep()
+    assert choose_retention(h2o, "evict", 64, None, None, nothing) == Evict(64, sink=4, recent=32)
+    assert choose_retention(h2o, "evict", 64, 0, 9, nothing) == Evict(64, sink=0, recent=9)
+    assert choose_retention(streaming, "evict", 64, None, None, nothing) == Evict(64, sink=4, recent=60)
+    assert choose_retention(streaming, "evict", 64, 1, None, nothing) == Evict(64, sink=1, recent=63)
 
 
 def test_parting_is_the_first_difference_or_the_shorter_end():

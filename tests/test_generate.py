@@ -103,6 +103,40 @@ def test_the_report_shows_texts_parting_and_bytes(tiny, capsys, tmp_path):
     assert row[-1] == f"{(14 + 15 + 16 + 13 + 9 + 9 + 9 + 10) / (42 + 43 + 44 + 45):.1%}"
 
 
+def test_eviction_reads_its_capacity_and_says_so(tiny, capsys):
+    arguments = ("--model", str(tiny), "--flow", "h2o", "--prompt", PROMPT, "--max-new-tokens", "12")
+    evict = ("--retention", "evict", "--sink", "2", "--recent", "3")
+    result = as_json(capsys, *arguments, *evict, "--capacity", "16", "--compare")
+    assert result["retention"] == {"capacity": 16, "sink": 2, "recent": 3} and result["budget"] is None
+    token = LAYERS * KV_HEADS * 2 * HEAD_DIM * 4
+    assert result["sparse"]["bytes_per_step"] == {
+        "kv": 17 * token, "fields": 0, "dense": sum(range(42, 53)) / 11 * token
+    }  # fmt: skip
+    assert result["dense"]["tokens"] == dense_tokens(tiny, 12) != result["sparse"]["tokens"]
+    index = result["parting"]["index"]
+    assert index > 0 and result["sparse"]["tokens"][:index] == result["dense"]["tokens"][:index]
+    roomy = as_json(capsys, *arguments, *evict, "--capacity", "64", "--compare")
+    assert roomy["sparse"]["tokens"] == roomy["dense"]["tokens"] and roomy["parting"] is None
+    kept = as_json(capsys, *arguments, "--topk", "1", "--sink", "1", "--recent", "1", "--page-size", "4")
+    assert kept["retention"] is None and kept["budget"]["topk"] == 1
+
+
+def test_the_report_of_an_eviction(tiny, capsys):
+    arguments = ("--model", str(tiny), "--flow", "h2o", "--prompt", PROMPT, "--max-new-tokens", "5")
+    evict = ("--retention", "evict", "--sink", "2", "--recent", "3")
+    code, out, err = generate(capsys, *arguments, *evict, "--capacity", "16", "--flow-arg", "decay=1.0")
+    assert (code, err) == (0, "")
+    words = " ".join(out.split())
+    assert "capacity: 2 sink + 11 chosen + 3 recent tokens, all others are evicted" in words
+    assert "hence dense" not in words and f"{17 * 4 / (42 + 43 + 44 + 45):.1%}" in words
+    code, out, _ = generate(capsys, *arguments, *evict, "--capacity", "45")
+    assert code == 0
+    assert "Every step was within the capacity, hence dense" in " ".join(out.split()) and "Lower --capacity" in out
+    code, out, err = generate(capsys, *arguments, "--retention", "evict", "--capacity", "64", "--skip-layers", "0-1")
+    assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1
+    assert "expected no dense layers where tokens are evicted" in err
+
+
 def test_wrong_requests_are_refused_in_one_line(tiny, capsys, tmp_path):
     model = ("--model", str(tiny), *QUEST)
     latin = tmp_path / "latin.txt"

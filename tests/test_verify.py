@@ -17,6 +17,7 @@ from kvsieve.backends.forwarding import ForwardingBackend
 from kvsieve.cli import main
 from kvsieve.errors import FlowError, Location, NotCroppable, OutOfPages, UnknownName
 from kvsieve.flow import load_flow
+from kvsieve.flows.streaming import StreamingLLM
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.table import RequestTables
 from kvsieve.plan import Quota
@@ -217,11 +218,12 @@ def test_errors_travel_between_processes(error: Exception) -> None:
 
 def plant_shared_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy-on-write is forgotten: one of two requests that share a partial page overwrites the other's tokens."""
-    monkeypatch.setattr(RequestTables, "_shared_and_written", lambda self, entry, count, kept: [])
+    monkeypatch.setattr(RequestTables, "_shared_and_written", lambda self, entry, count, kept, wanted: [])
 
 
 def test_a_shrunk_programme_is_minimal_and_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     plant_shared_pages(monkeypatch)
+    monkeypatch.setattr(StreamingLLM, "evictable", False)  # a programme that evicts shows it in other events
     result = fuzz(100, flow="streaming_llm")
     assert result.failing is not None and isinstance(result.error, Fault)
     # A request, a token in it, a fork, a token in each of the two: nothing less shows it.

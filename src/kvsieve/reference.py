@@ -243,11 +243,15 @@ class EvictingSegment(ReferenceSegment):
         return ReferenceStep(out, lse, list(self.alive), None)
 
     def evict(self) -> None:
-        """Drop the token of least mass that is neither sink nor recent, at equal mass the youngest, until all fit."""
+        """Drop the token of least mass that is neither sink nor recent, at equal mass the youngest, until all fit.
+
+        NaN is less than any mass.
+        """
         recent = len(self.k) - self.retention.recent
+        mass = [-1.0 if m != m else m for m in self.mass]
         while len(self.alive) > self.retention.capacity:
             candidates = [t for t in self.alive if self.retention.sink <= t < recent]
-            self.alive.remove(min(candidates, key=lambda t: (self.mass[t] == self.mass[t], self.mass[t], -t)))
+            self.alive.remove(min(candidates, key=lambda t: (mass[t], -t)))
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
         super().write(k, v)

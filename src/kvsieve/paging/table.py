@@ -168,13 +168,14 @@ class RequestTables:
             entry.stored if limit is None else min(entry.stored, limit)
             for entry, limit in zip(entries, limits, strict=True)
         ]
-        written = [self._shared_and_written(*row) for row in zip(entries, counts, kept, strict=True)]
-        new = [self.pages(keep + count) - self.pages(keep) for keep, count in zip(kept, counts, strict=True)]
+        wanted = [self.pages(keep + count) for keep, count in zip(kept, counts, strict=True)]
+        written = [self._shared_and_written(*row) for row in zip(entries, counts, kept, wanted, strict=True)]
+        new = [max(0, pages - len(entry.blocks)) for entry, pages in zip(entries, wanted, strict=True)]
         self._make_room(sum(new) + sum(map(len, written)))
         growth = Growth()
-        for entry, count, keep, places, pages in zip(entries, counts, kept, written, new, strict=True):
+        for entry, count, keep, last, places, pages in zip(entries, counts, kept, wanted, written, new, strict=True):
             growth.copied += [self._own(entry, place) for place in places]
-            growth.cuts.append(self._cut(entry, keep) if keep < entry.stored else None)
+            growth.cuts.append(self._cut(entry, keep, last) if keep < entry.stored else None)
             entry.length += count
             before = entry.blocks[-1] if entry.blocks else None
             blocks = self.block_allocator.allocate(pages, before)
@@ -190,10 +191,11 @@ class RequestTables:
             self.row_allocator.release(rows)
         self._retired = []
 
-    def _cut(self, entry: Request, kept: int) -> Cut:
+    def _cut(self, entry: Request, kept: int, pages: int) -> Cut:
+        """Trim a request, which goes on with its first ``pages`` pages: a layer is trimmed before it is written to."""
         cut = Cut(list(entry.blocks), list(entry.rows), entry.stored, kept)
         entry.evicted += cut.stored - kept
-        self._retired.append(self._shorten(entry, self.pages(kept)))
+        self._retired.append(self._shorten(entry, pages))
         return cut
 
     def _new(self, keys: Sequence[Hashable]) -> tuple[RequestId, Request]:
@@ -214,10 +216,11 @@ class RequestTables:
             raise OutOfPages(needed, idle + evictable)
         self.prefixes.evict(needed - idle)
 
-    def _shared_and_written(self, entry: Request, count: int, kept: int) -> list[int]:
-        """Pages that a call of ``count`` tokens writes to and that others hold too: the last, all if it trims."""
+    def _shared_and_written(self, entry: Request, count: int, kept: int, wanted: int) -> list[int]:
+        """Pages that a call of ``count`` tokens writes to and that others hold too: the last, all that stay if it
+        trims."""
         if kept < entry.stored:
-            pages = range(self.pages(kept))
+            pages = range(min(wanted, len(entry.blocks)))
         else:
             last = self.pages(kept)
             pages = range(last - 1, last) if count and kept % self.page_size else range(0)

@@ -97,6 +97,27 @@ class PlantedData(IidData):
         return q + 2 * direction, k + affinity * q.shape[-1] ** 0.25 * direction, v
 
 
+class TopicData(IidData):
+    """Topics that come and go: tokens speak of one for ``span`` tokens, then of the next, the first again at last.
+
+    A query looks for its own topic's keys, wherever they lie; some keys of a topic say more than others.
+    """
+
+    def __init__(self, seed: int, topics: int = 8, span: int = 100, strength: float = 3.0) -> None:
+        super().__init__(seed)
+        self.topics, self.span, self.strength = topics, span, strength
+
+    def topic(self, token: int) -> int:
+        """What a token speaks of."""
+        return token // self.span % self.topics
+
+    def shape_draw(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, owner: int, token: int) -> Draw:
+        random = torch.Generator().manual_seed(hash((self.seed, layer, owner, -1 - self.topic(token))) % 2**62)
+        direction = torch.nn.functional.normalize(torch.randn(q.shape[-1], generator=random), dim=0)
+        direction = self.strength * q.shape[-1] ** 0.25 * direction
+        return q / 2 + direction, k + direction, v
+
+
 class TiedData(IidData):
     """Coarse values: many pages score exactly the same."""
 

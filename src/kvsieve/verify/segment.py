@@ -54,7 +54,7 @@ class SegmentTwin:
     def fork(self, place: str) -> SegmentTwin:
         """A copy with a future of its own."""
         twin = self._anew(copy.copy(self.reference), place)
-        for name in ("k", "v", "summaries"):
+        for name in ("k", "v", "summaries", "mass"):
             setattr(twin.reference, name, list(getattr(self.reference, name)))
         twin.reference.state = [dict(row) for row in self.reference.state]
         twin.state = [dict(row) for row in self.state]

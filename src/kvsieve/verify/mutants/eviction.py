@@ -160,8 +160,8 @@ def _(original: Any) -> Any:
 
 @fault("what a trim leaves is free before all layers have read it", 32, RequestTables, "_cut")
 def _(original: Any) -> Any:
-    def cut(self: RequestTables, entry: Request, kept: int) -> Any:
-        result = original(self, entry, kept)
+    def cut(self: RequestTables, entry: Request, kept: int, pages: int) -> Any:
+        result = original(self, entry, kept, pages)
         self.settle()
         return result
 
@@ -170,7 +170,7 @@ def _(original: Any) -> Any:
 
 @fault("a fork's shared blocks are trimmed in place", None, RequestTables, "_shared_and_written")
 def _(original: Any) -> Any:
-    return lambda self, entry, count, kept: original(self, entry, count, kept) if kept == entry.stored else []
+    return lambda self, entry, *sizes: original(self, entry, *sizes) if sizes[1] == entry.stored else []
 
 
 @fault("queries that were kept never count", 4, MassLedger, "call")

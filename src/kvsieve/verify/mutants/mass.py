@@ -135,7 +135,7 @@ def _(original: Any) -> Any:
     return lambda q, k, options: original(q, k, replace(options, softcap=None))
 
 
-@fault("kept queries are counted in reverse order", None, KeptQueries, "take")
+@fault("kept queries are counted in reverse order", None, KeptQueries, "first")
 def _(original: Any) -> Any:
     return lambda self, request, count: original(self, request, count).flip(0)
 

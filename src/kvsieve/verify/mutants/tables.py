@@ -94,7 +94,7 @@ class _Uncropped(Request):
 
 @fault("a shared partial page is written in place", None, RequestTables, "_shared_and_written")
 def _(original: Any) -> Any:
-    return lambda self, entry, count, kept: []
+    return lambda self, entry, count, kept, wanted: []
 
 
 @fault("a page that was cropped and written again keeps its summary", 8, EagerBackend, "summarize")
