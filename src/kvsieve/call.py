@@ -15,7 +15,7 @@ from kvsieve.errors import ConfigError
 from kvsieve.layers import Layer
 from kvsieve.mass import MassUpdate, RequestMass
 from kvsieve.paging.pool import LayerPool
-from kvsieve.paging.slots import occupy, trim
+from kvsieve.paging.slots import occupy
 from kvsieve.paging.table import Growth, RequestId, RequestTables
 from kvsieve.plan import Pages, Plan, Quota
 from kvsieve.retention import Evict
@@ -204,7 +204,7 @@ class Call:
         """Evict what must go, write the layer's tokens and summarize the pages they fill."""
         writes, pool = plan.writes, state.pool
         for one in plan.trims:
-            trim(pool, one)
+            self.host.backend.trim(pool, one)
         self.host.backend.write(pool, writes, k, v)
         pool.enter(writes.entered)
         if writes.slots is not None:

@@ -11,6 +11,7 @@ import torch
 from kvsieve.graph import FlowGraphs
 from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
+from kvsieve.paging.slots import Trim, trim
 from kvsieve.plan import MassRows, Quota, Rows, Window, Writes
 
 PHASES = ("write", "summarize", "score", "select", "attend", "mass")
@@ -73,6 +74,10 @@ class Backend(ABC):
     def write(self, pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store the call's tokens: k [T, H, D], v [T, H, Dv]."""
         pool.write(writes.blocks, writes.offsets, k, v)
+
+    def trim(self, pool: LayerPool, one: Trim) -> None:
+        """Evict tokens of requests that store too many; the others move together (:mod:`kvsieve.paging.slots`)."""
+        trim(pool, one)
 
     @abstractmethod
     def summarize(self, flow: Any, pool: LayerPool, blocks: torch.Tensor) -> None:

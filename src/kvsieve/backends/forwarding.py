@@ -9,6 +9,7 @@ import torch
 from kvsieve.backends.base import AttentionOptions, Backend, Selection
 from kvsieve.graph import FlowGraphs
 from kvsieve.paging.pool import LayerPool
+from kvsieve.paging.slots import Trim
 from kvsieve.plan import MassRows, Quota, Rows, Window, Writes
 
 
@@ -29,6 +30,9 @@ class ForwardingBackend(Backend):
 
     def write(self, pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
         self.inner.write(pool, writes, k, v)
+
+    def trim(self, pool: LayerPool, one: Trim) -> None:
+        self.inner.trim(pool, one)
 
     def summarize(self, flow: Any, pool: LayerPool, blocks: torch.Tensor) -> None:
         self.inner.summarize(flow, pool, blocks)

@@ -15,6 +15,7 @@ from kvsieve.backends.select import select_pages
 from kvsieve.graph import FlowGraphs
 from kvsieve.lower import lower
 from kvsieve.paging.pool import LayerPool
+from kvsieve.paging.slots import Trim
 from kvsieve.plan import MassRows, Quota, Rows, Window, Writes
 
 SEGMENT_FIELDS = ("valid", "blocks", "rows", "position", "age", "mass_scale")
@@ -63,6 +64,12 @@ class CompiledBackend(Backend):
             native.write(pool, writes, k, v)
         else:
             super().write(pool, writes, k, v)
+
+    def trim(self, pool: LayerPool, one: Trim) -> None:
+        if _is_native(pool):
+            native.trim(pool, one)
+        else:
+            super().trim(pool, one)
 
     def summarize(self, flow: CompiledFlow, pool: LayerPool, blocks: torch.Tensor) -> None:
         if flow.summarize is None or not len(blocks):

@@ -1,5 +1,6 @@
 // The C interface of the CPU kernels; compiled for the machine that runs them.
 #include "attend.h"
+#include "evict.h"
 #include "mass.h"
 #include "seed.h"
 #include "select.h"
@@ -22,6 +23,8 @@ EXPORT void kvsieve_seed(const Seeding* s, int64_t type) {
 }
 
 EXPORT void kvsieve_mass(const Crediting* c) { credit(*c); }
+
+EXPORT void kvsieve_trim(const Trimming* t) { trim(*t); }
 
 EXPORT void kvsieve_select(const Choice* c) { select(*c); }
 

@@ -10,6 +10,7 @@ import torch
 from kvsieve.backends.base import AttentionOptions, Selection
 from kvsieve.backends.compiled.build import load_kernels
 from kvsieve.paging.pool import LayerPool
+from kvsieve.paging.slots import POSITION, Trim
 from kvsieve.plan import MassRows, Quota, Rows, Writes
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -44,6 +45,16 @@ class _Seeding(ctypes.Structure):
         *(("q", c_void_p), ("q_row", c_int64), ("q_head", c_int64), ("q_group", c_int64)),
         *(("k", c_void_p), ("blocks", c_int64), ("table", c_void_p), ("weights", c_void_p), ("sinks", c_void_p)),
         *(("scale", c_double), ("softcap", c_double), ("reduction", c_int64), ("out", c_void_p)),
+    )
+
+
+class _Trimming(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "heads", "page_size", "stored", "kept", "sink", "blocks", "rows")),
+        *(("block_table", c_void_p), ("row_table", c_void_p)),
+        *(("block_table_batch", c_int64), ("row_table_batch", c_int64), ("recent", c_void_p)),
+        *(("k_bytes", c_int64), ("v_bytes", c_int64)),
+        *((name, c_void_p) for name in ("k", "v", "position", "mass")),
     )
 
 
@@ -129,6 +140,19 @@ def add_mass(pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, 
         *(increment.data_ptr(), stored.data_ptr(), None if sums is None else sums.data_ptr()),
     )
     load_kernels().kvsieve_mass(ctypes.byref(call))
+
+
+def trim(pool: LayerPool, one: Trim) -> None:
+    """Keep the tokens of most mass and move them to the first slots."""
+    k, v, position, mass = pool.k, pool.v, pool.state[POSITION], pool.state.get("mass")
+    size = k.element_size()
+    call = _Trimming(
+        *(len(one.recent), pool.num_kv_heads, pool.page_size, one.stored, one.kept, one.sink),
+        *(k.shape[1], position.shape[1], one.blocks.data_ptr(), one.rows.data_ptr()),
+        *(one.blocks.stride(0), one.rows.stride(0), one.recent.data_ptr(), k.shape[3] * size, v.shape[3] * size),
+        *(k.data_ptr(), v.data_ptr(), position.data_ptr(), None if mass is None else mass.data_ptr()),
+    )
+    load_kernels().kvsieve_trim(ctypes.byref(call))
 
 
 def select(scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:

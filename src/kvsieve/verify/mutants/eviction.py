@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import kvsieve.call as calls
+from kvsieve.backends.base import Backend
 from kvsieve.mass import EVICT_DECAY, AttentionMass, MassLedger
 from kvsieve.paging import slots
 from kvsieve.paging.pool import LayerPool
@@ -23,35 +24,35 @@ fault = TABLE.fault
 
 def _trims(original: Any, change: Any) -> Any:
     """``trim`` of something else."""
-    return lambda pool, one: original(pool, change(one))
+    return lambda self, pool, one: original(self, pool, change(one))
 
 
-@fault("sinks may be evicted", 7, calls, "trim")
+@fault("sinks may be evicted", 7, Backend, "trim")
 def _(original: Any) -> Any:
     return _trims(original, lambda one: replace(one, sink=0))
 
 
-@fault("the last sink may be evicted", 28, calls, "trim")
+@fault("the last sink may be evicted", 28, Backend, "trim")
 def _(original: Any) -> Any:
     return _trims(original, lambda one: replace(one, sink=one.sink - 1))
 
 
-@fault("recent tokens may be evicted: new ones leave at once", 6, calls, "trim")
+@fault("recent tokens may be evicted: new ones leave at once", 6, Backend, "trim")
 def _(original: Any) -> Any:
     return _trims(original, lambda one: replace(one, recent=one.recent + 10))
 
 
-@fault("the oldest recent token may be evicted", None, calls, "trim")
+@fault("the oldest recent token may be evicted", None, Backend, "trim")
 def _(original: Any) -> Any:
     return _trims(original, lambda one: replace(one, recent=one.recent + 1))
 
 
-@fault("one recent token too many stays", None, calls, "trim")
+@fault("one recent token too many stays", None, Backend, "trim")
 def _(original: Any) -> Any:
     return _trims(original, lambda one: replace(one, recent=one.recent - 1))
 
 
-@fault("all requests share the recent tokens of the first", 1, calls, "trim")
+@fault("all requests share the recent tokens of the first", 1, Backend, "trim")
 def _(original: Any) -> Any:
     return _trims(original, lambda one: replace(one, recent=one.recent[:1].expand_as(one.recent)))
 
@@ -94,32 +95,32 @@ def _(original: Any) -> Any:
 def _left_behind(original: Any, name: str) -> Any:
     """``_move`` that forgets a field of a pool."""
 
-    def trim(pool: LayerPool, one: Trim) -> None:
+    def trim(self: Backend, pool: LayerPool, one: Trim) -> None:
         fields = {"k": pool.k, "v": pool.v, **pool.state}
         before = fields[name].clone() if name in fields else None
-        original(pool, one)
+        original(self, pool, one)
         if before is not None:
             fields[name].copy_(before)
 
     return trim
 
 
-@fault("a token's mass stays behind when it moves", None, calls, "trim")
+@fault("a token's mass stays behind when it moves", None, Backend, "trim")
 def _(original: Any) -> Any:
     return _left_behind(original, "mass")
 
 
-@fault("a token's value stays behind when it moves", None, calls, "trim")
+@fault("a token's value stays behind when it moves", None, Backend, "trim")
 def _(original: Any) -> Any:
     return _left_behind(original, "v")
 
 
-@fault("a token's key stays behind when it moves", None, calls, "trim")
+@fault("a token's key stays behind when it moves", None, Backend, "trim")
 def _(original: Any) -> Any:
     return _left_behind(original, "k")
 
 
-@fault("a token's position stays behind when it moves", None, calls, "trim")
+@fault("a token's position stays behind when it moves", None, Backend, "trim")
 def _(original: Any) -> Any:
     return _left_behind(original, POSITION)
 
