@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvsieve import Budget, Evict, Runtime
+from kvsieve import Budget, Evict, Runtime, build_flow
 from kvsieve.errors import ConfigError
-from kvsieve.verify.data import Draw, LayerShape
+from kvsieve.verify.data import Draw, IidData, LayerShape
+from kvsieve.verify.evicting import EvictingTwin
+from kvsieve.verify.twin import Twin, TwinOptions
 
 SHAPE = LayerShape(2, 3, 8, 5)
 WAYS: dict[str, dict[str, Any]] = {
@@ -78,3 +80,20 @@ def test_memory_made_in_inference_mode_serves_outside_of_it(way: str, backend: s
     within, without = (_life(way, backend, mode) for mode in (True, False))
     assert all(torch.equal(a, b) for a, b in zip(within, without, strict=True))
     assert all(torch.equal(a, within[0]) for a in within[:3])
+
+
+@pytest.mark.parametrize(
+    ("scale", "backend", "dtype"),
+    [(-0.7, "eager", torch.float32), (-1e-6, "eager", torch.bfloat16), (-0.7, "compiled", torch.float32)],
+)
+def test_a_negative_scale_turns_the_order_of_the_keys(scale: float, backend: str, dtype: torch.dtype) -> None:
+    options = TwinOptions(5, (SHAPE,), dtype=dtype, scale=scale)
+    for twin in (
+        Twin(build_flow("h2o"), Budget(1, 1, 1), options, IidData(1), backend),
+        EvictingTwin(build_flow("h2o"), Evict(8, 1, 3), options, IidData(1), backend),
+    ):
+        requests = [twin.admit() for _ in range(2)]
+        twin.extend(requests, [21, 9])
+        twin.step(requests)
+        twin.extend(requests, [7, 1])
+        twin.step(requests)
