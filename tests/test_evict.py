@@ -169,6 +169,27 @@ def test_where_mass_means_nothing_the_older_tokens_stay() -> None:
     assert stored == segment.alive == [*range(7), *range(26, 31)]
 
 
+def test_a_mass_that_is_not_a_number_is_less_than_none() -> None:
+    """SnapKV's steps add nothing: generated tokens have no mass, those of a broken prompt NaN, and these go first."""
+    retention = Evict(11, 2, 4)
+    runtime, segment = (
+        Runtime("snapkv", page_size=5, retention=retention),
+        EvictingSegment(build_flow("snapkv"), retention),
+    )
+    q, k, v = IidData(3).tokens(LayerShape(1, 3, 20, 12), 0, 0, 0, 28, (0, 0))
+    k[9] = float("nan")
+    request = runtime.admit()
+    runtime.extend([request], [10]).attend(0, q[:10], k[:10], v[:10])
+    segment.extend(q[:10], k[:10, 0], v[:10, 0])
+    for token in range(10, 28):
+        here = slice(token, token + 1)
+        runtime.step([request]).attend(0, q[here], k[here], v[here])
+        segment.step(q[token], k[token, 0], v[token, 0])
+    rows = runtime.tables[request].rows
+    stored = runtime.layers[0].pool.state[POSITION][0, rows].flatten()[:12].sort().values.tolist()
+    assert stored == segment.alive == [0, 1, *range(10, 15), *range(23, 28)]
+
+
 @pytest.mark.parametrize("flow", EVICTABLE)
 def test_within_the_capacity_every_bit_is_that_of_dense_attention(flow: str) -> None:
     draws = [IidData(2).tokens(SHAPE, 0, 0, *part, (0, 0)) for part in ((0, 11), *((i, 1) for i in range(11, 21)))]
@@ -190,7 +211,7 @@ def test_the_checks_of_eviction_pass(flow: str) -> None:
     """All but the two long ones, of which the last runs for few steps."""
     subject, seen = Subject(build_flow(flow)), Numbers()
     for name, _, check in EVICTION:
-        if name in ("evicting lives", "second turns", "kept twin"):
+        if name in ("eviction order", "evicting lives", "second turns", "kept twin"):
             seen.merge(check(subject))
     assert seen.checked["selection"] > 150 and seen.checked["output"] > 150
     assert ("mass" in seen.checked) == (subject.flow.mass is not None)

@@ -177,7 +177,10 @@ class Call:
     ) -> tuple[Layer, Plan]:
         """Check a layer's tensors; the layer has room for them then."""
         if not self.host.is_newest(self.record) or layer in self.record.attended:
-            raise ConfigError(f"layer {layer}: expected one attend per layer and call, in the newest call")
+            raise ConfigError(
+                f"layer {layer}: expected one attend per layer and call, in the newest call, before any of its "
+                "requests is finished"
+            )
         _check_tensors(layer, sum(self.counts), q, k, v)
         _check_options(layer, q.shape[1], scale, softcap, sinks)
         return self.host.layer(layer, q, k, v, scale), self._plan(k.device)

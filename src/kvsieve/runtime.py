@@ -72,6 +72,7 @@ class Runtime:
         self._layers_known = False  # from the second call on: a first one may end before it reached them all
         self._preempted: dict[RequestId, dict[int, dict[str, torch.Tensor]]] = {}
 
+    @torch.inference_mode(False)  # the copy outlives a caller's inference mode
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """A runtime with requests and memory of its own; flows, graphs and backends never change and are shared."""
         memo.update({id(thing): thing for thing in self.layers.shared()})
@@ -273,8 +274,8 @@ class Runtime:
         return replace(self.counted)
 
     def is_newest(self, record: CallRecord) -> bool:
-        """Whether layers may still attend this call."""
-        return record is self._newest
+        """Whether layers may still attend this call: the places of a request that has ended may be another's by now."""
+        return record is self._newest and all(request in self.tables for request in record.requests)
 
     def layer(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Layer:
         """A layer with room for all tokens of the tables; made when it first attends."""

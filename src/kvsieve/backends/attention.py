@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -139,9 +140,7 @@ def prefill_request(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: 
     length = k.shape[1]
     queries = q.flatten(1, 2).transpose(0, 1)[None]
     if options.softcap is None and options.sinks is None and n == length:
-        out = torch.nn.functional.scaled_dot_product_attention(
-            queries, k[None], v[None], is_causal=True, scale=options.scale, enable_gqa=group > 1
-        )
+        out = _sdpa(queries, k[None], v[None], options.scale, is_causal=True, enable_gqa=group > 1)
         return _grouped(out[0], heads)
     parts = []
     for first in range(0, n, PREFILL_ROWS):
@@ -165,7 +164,7 @@ def attend_masked(
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     if options.softcap is None and options.sinks is None:
         bias = allowed if allowed.dtype == torch.bool else allowed.to(q.dtype)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=options.scale)
+        return _sdpa(q, k, v, options.scale, attn_mask=bias)
     logits = _logits(torch.matmul(q.float(), k.float().transpose(-1, -2)), options)
     logits = torch.where(allowed, logits, float("-inf")) if allowed.dtype == torch.bool else logits + allowed
     lse = torch.logsumexp(logits, -1, keepdim=True)
@@ -173,6 +172,13 @@ def attend_masked(
         lse = torch.logaddexp(lse, options.sinks.float().reshape(-1, 1, 1))
     probabilities = torch.where(logits == float("-inf"), 0.0, torch.exp(logits - lse))
     return torch.matmul(probabilities, v.float()).to(q.dtype)
+
+
+def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, **how: Any) -> torch.Tensor:
+    """PyTorch's attention, which scales what it has masked: the sign of the scale goes into the queries, exactly."""
+    if scale < 0:
+        q, scale = -q, -scale
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, **how)
 
 
 def gather_pages(field: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,7 @@ class LayerPool:
         """State rows, the null row included; 0 if the flow has no state."""
         return next((field.shape[1] for field in self.state.values()), 0)
 
+    @torch.inference_mode(False)  # a fork or a resume may make it grow in a caller's inference mode
     def reserve(self, blocks: int, rows: int) -> None:
         """Grow to at least this many blocks and rows; what was stored stays."""
         if self.k.shape[1] >= blocks and (not self.state or self.rows >= rows):
@@ -101,6 +102,7 @@ class LayerPool:
         k, v = (field.index_select(1, places).flatten(1, 2)[:, :length].transpose(0, 1) for field in (self.k, self.v))
         return k, v
 
+    @torch.inference_mode(False)  # copies of a runtime are made of it, in any mode
     def save(self, blocks: Sequence[int], rows: Sequence[int]) -> dict[str, torch.Tensor]:
         """The content of blocks and rows, on the CPU."""
         saved: dict[str, torch.Tensor] = {}

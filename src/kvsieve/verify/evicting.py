@@ -205,19 +205,21 @@ class EvictingSegmentTwin(SegmentTwin):
 
     def _check_order(self, gone: list[int], free: list[int]) -> None:
         assert self.mass is not None
-        if not gone or not free or not self._finite():
+        if not gone or not free:
             return
-        values, bound = self.mass.values, self.mass.bound
-        heaviest = max(gone, key=lambda t: float(values[t] - bound[t]))
-        lightest = min(free, key=lambda t: float(values[t] + bound[t]))
-        slack = float(bound[heaviest] + bound[lightest])
-        right = float(values[heaviest] - values[lightest]) <= slack
-        if right and not float(bound[gone].max() + bound[free].max()):  # the stored masses themselves: ties count
-            right = max((float(values[t]), -t) for t in gone) < min((float(values[t]), -t) for t in free)
+        values, bound = self.mass.values.nan_to_num(nan=-1.0), self.mass.bound  # NaN is less than any mass
+        exact = float(bound[gone].max() + bound[free].max()) == 0.0  # the stored masses themselves
+        if not exact and not self._finite():
+            return
+        heaviest = max(gone, key=lambda t: (float(values[t] - bound[t]), -t))
+        lightest = min(free, key=lambda t: (float(values[t] + bound[t]), -t))
+        right = float(values[heaviest] - values[lightest]) <= float(bound[heaviest] + bound[lightest])
+        if exact:  # ties count
+            right = (float(values[heaviest]), -heaviest) < (float(values[lightest]), -lightest)
         expect(
             right,
             "selection",
             self.place,
-            f"token {heaviest} of mass {float(values[heaviest]):.9g} is evicted, token {lightest} of mass "
-            f"{float(values[lightest]):.9g} stays",
+            f"token {heaviest} of mass {float(self.mass.values[heaviest]):.9g} is evicted, token {lightest} of mass "
+            f"{float(self.mass.values[lightest]):.9g} stays",
         )

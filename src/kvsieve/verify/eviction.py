@@ -21,6 +21,7 @@ from kvsieve.verify.evicting import EvictingTwin
 from kvsieve.verify.life_cycle import random_lives
 from kvsieve.verify.poison import poisoned_pools
 from kvsieve.verify.subject import Subject
+from kvsieve.verify.trimming import check_order
 from kvsieve.verify.twin import TwinOptions
 
 STEPS = 2000
@@ -73,7 +74,7 @@ def _lives(subject: Subject) -> Numbers:
 
 
 def _second_turns(subject: Subject) -> Numbers:
-    """A second turn after preemption, and forks that need blocks while a prompt beside them is trimmed."""
+    """A second turn in chunks after preemption, and forks that need blocks while a prompt beside them is trimmed."""
     flow, shape = subject.flow, LayerShape(2, 3, 12, 8)
     if not flow.evictable:
         return Numbers()
@@ -82,15 +83,16 @@ def _second_turns(subject: Subject) -> Numbers:
         twin = EvictingTwin(flow, small(flow), options, IidData(subject.seed), subject.backend)
         long, short = twin.admit(), twin.admit()
         twin.extend([long, short], [30 + 5 * subject.page_size, 19])
-        twin.step([short])
-        twin.step([short])
+        for _ in range(8):  # a page more than it stores, when it is preempted
+            twin.step([short])
         fork = twin.fork(short)
         twin.step([long, fork, short])
         twin.preempt(short)
         twin.step([long])
         twin.resume(short)
         twin.extend([short, long], [3, 70])
-        twin.crop([short], [22])
+        twin.crop([short], [28])
+        twin.extend([long, short], [2, 4])
         twin.step([short, long, fork])
         twin.finish([long, short, fork])
     return twin.numbers
@@ -273,6 +275,7 @@ def _same_tokens(numbers: Numbers, selection: Any, evicting: Runtime, requests: 
 
 
 EVICTION: tuple[tuple[str, str, Callable[[Subject], Numbers]], ...] = (
+    ("eviction order", "eviction alone: NaN, infinities, ties, masses of neighbouring bits, every slot", check_order),
     ("eviction", "which tokens go, what is attended, the mass, K and V in their slots", _stages),
     ("evicting lives", "random programmes in a tiny pool, tokens evicted", _lives),
     ("second turns", "turns after preemption, forks beside a prompt that is trimmed", _second_turns),

@@ -71,6 +71,11 @@ def _(original: Any) -> Any:
     return rank
 
 
+@fault("mass is ranked in 29 bits", 17, slots, "_rank")
+def _(original: Any) -> Any:
+    return lambda pool, rows, position: original(pool, rows, position) >> 35 << 35 | ((1 << 31) - 1 - position)
+
+
 @fault("mass is ranked in 16 bits", 17, slots, "_rank")
 def _(original: Any) -> Any:
     return lambda pool, rows, position: original(pool, rows, position) >> 48 << 48 | ((1 << 31) - 1 - position)
@@ -157,6 +162,27 @@ def _(original: Any) -> Any:
         return original(self, requests, counts, decode) if decode else [None] * len(requests)
 
     return limits
+
+
+@fault("a second turn is trimmed between its chunks", 27, Runtime, "_open")
+def _(original: Any) -> Any:
+    def open_call(self: Runtime, requests: Sequence[RequestId], counts: Sequence[int], decode: bool) -> Any:
+        stepped = [self.tables[request].stepped for request in requests]
+        result = original(self, requests, counts, decode)
+        for request, before in zip(requests, stepped, strict=True):
+            self.tables[request].stepped |= before
+        return result
+
+    return open_call
+
+
+@fault("NaN weighs as much as no mass", None, slots, "_rank")
+def _(original: Any) -> Any:
+    def rank(pool: LayerPool, rows: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = original(pool, rows, position)
+        return torch.where(value < 0, value + (1 << 32), value)
+
+    return rank
 
 
 @fault("what a trim leaves is free before all layers have read it", 32, RequestTables, "_cut")

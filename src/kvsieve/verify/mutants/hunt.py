@@ -34,6 +34,7 @@ CHEAPEST_FIRST = (
     "abandoned call",
     "evicted prefix",
     "mass life cycle",
+    "eviction order",
     "evicting lives",
     "second turns",
     "kept twin",
@@ -57,7 +58,7 @@ CHEAPEST_FIRST = (
     "planted",
     "algorithm 1",
 )
-EVICTING_FIRST = ("evicting lives", "second turns", "eviction", "kept twin", "algorithm 1")
+EVICTING_FIRST = ("eviction order", "evicting lives", "second turns", "eviction", "kept twin", "algorithm 1")
 """What finds mutants of eviction, and nothing else: nothing else evicts."""
 
 NARROW = {"order": FLOWS[:1], "long context": FLOWS[0::2], "planted": FLOWS[:1]}
