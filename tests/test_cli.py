@@ -12,6 +12,7 @@ import torch
 
 from kvsieve.budget import Budget
 from kvsieve.cli import main
+from kvsieve.cli.files import check_output
 from kvsieve.cli.generation import Parting, find_parting
 from kvsieve.cli.options import choose_budget, choose_retention, parse_flow_arguments, parse_layers
 from kvsieve.errors import ConfigError
@@ -114,6 +115,21 @@ def test_flows_markdown_and_terminal_say_what_json_says(capsys):
         (["new", "json"], "hide another module"),
         (["new", QUEST], "registered already"),
         (["new", "mine", "--directory", "/no/such/directory"], "existing directory"),
+        (["generate", "--flow", "nope", "--prompt", "x"], "known: block_sparse_attention"),
+        (["eval", QUEST, "--text", "/dev/null", "--report", "."], "--report"),
+        (["eval", QUEST, "--text", "/dev/null", "--report", "/dev/null/x.html"], "directory that exists"),
+        (["explain", QUEST, "--report", "."], "received a directory"),
+        (["explain", QUEST, "--plot", "."], "received a directory"),
+        (["explain", QUEST, "--plot", "none/x.png"], "directory that exists"),
+        (["explain", QUEST, "--sample", "3"], "expected --task"),
+        (["explain", QUEST, "--seed", "0"], "expected --task"),
+        (["explain", QUEST, "--layer", "3"], "expected --plot"),
+        (["explain", QUEST, "--head", "0"], "expected --plot"),
+        (["study", "decay", "--plot", "."], "received a directory"),
+        (["study", "weights", "--plot", "none/x.png"], "directory that exists"),
+        (["bench", "--context", "40", "--json", "."], "received a directory"),
+        (["bench", "--context", "40", "--plot", "."], "received a directory"),
+        (["bench", "--seeding", "--json", "."], "received a directory"),
     ],
 )
 def test_errors_are_one_line_and_exit_code_2(arguments, expected, capsys, tmp_path, monkeypatch):
@@ -239,3 +255,17 @@ def test_new_never_overwrites_and_leaves_nothing_half_written(existing, tmp_path
     assert existing in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [existing]
     assert Path(tmp_path / existing).read_text() == "precious"
+
+
+def test_plots_of_a_kind_that_is_not_drawn_are_refused_before_the_work(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvsieve.cli.study.study_decay", lambda *arguments, **named: 1 / 0)
+    assert run("study", "decay", "--plot", "x.txt") == 2
+    assert "expected a file such as plot.png, received one of kind '.txt'" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_missing_folders_of_a_report_are_no_fault_and_nothing_is_made_early(tmp_path):
+    check_output(tmp_path / "new" / "folder" / "x.html", "--report", makes_folder=True)
+    assert not list(tmp_path.iterdir())

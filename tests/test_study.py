@@ -175,7 +175,7 @@ def test_plots_without_matplotlib_are_refused_before_the_work(monkeypatch, capsy
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr("kvsieve.cli.study.study_decay", lambda *arguments, **named: 1 / 0)
     assert run("study", "decay", "--plot", str(tmp_path / "x.png")) == 2
-    assert "kvsieve[plot]" in capsys.readouterr().err
+    assert "--plot needs matplotlib, which is not installed: pip install matplotlib" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="matplotlib"):
         plots.check_plotting()
 

@@ -59,7 +59,7 @@ class UnknownName(ConfigError):
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         known = sorted(known)
         near = [one for one in known if name and (name in one or one in name)][:3]
-        near = near or difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+        near = near or difflib.get_close_matches(name, known, n=3, cutoff=0.6)
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known) or 'none'}"
         super().__init__(f"unknown {kind} {name!r}: {hint}")
 

@@ -136,6 +136,8 @@ def build_flow(name: str, **arguments: Any) -> Flow:
         UnknownName: no such flow; the near names are listed.
         ConfigError: arguments the constructor does not take, or values it refuses.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"flow: expected a registered name, received {name!r}")
     flows = list_flows()
     return instantiate(flows[name] if name in flows else _foreign_flow(name, flows), arguments)
 
@@ -165,6 +167,8 @@ def load_flow(spec: str, **arguments: Any) -> Flow:
         UnknownName: no such flow, or no such class in the file.
         ConfigError: the file does not exist or does not import; arguments that the constructor refuses.
     """
+    if not isinstance(spec, str):
+        raise ConfigError(f"flow: expected a registered name or file.py:ClassName, received {spec!r}")
     path, colon, class_name = spec.rpartition(":")
     if not colon or path in SCHEMES:
         if spec.endswith(".py"):

@@ -160,7 +160,9 @@ def _state_fields(flow: Flow, geometry: Geometry) -> dict[str, FieldSpec]:
     except Exception as error:
         where = method.location_of_error(error)
         raise method.fail(
-            f"{type(error).__name__}: {error}", "return {name: tensor} for any page size", where
+            f"{type(error).__name__}: {error}",
+            "write `def init_state(self, page_size, head_dim)` and return {name: tensor of one page} for any page size",
+            where,
         ) from error
     _check_fields(method, fields, "state field")
     return {name: FieldSpec(tuple(value.shape), value.dtype, value.detach().clone()) for name, value in fields.items()}

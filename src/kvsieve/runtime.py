@@ -387,7 +387,8 @@ def _budgets(budget: Any, retention: Any) -> list[Budget]:
         raise ConfigError(f"retention: expected Keep() or Evict(capacity), received {retention!r}")
     budgets = list(budget.values()) if isinstance(budget, Mapping) else [budget]
     if not budgets or not all(isinstance(one, Budget) for one in budgets):
-        raise ConfigError(f"budget: expected a Budget, or a mapping of layer to Budget, received {budget!r}")
+        wanted = "expected a Budget, or a mapping of layer to Budget"
+        raise ConfigError(f"budget: {wanted}, received {budget!r}; or keep fewer tokens with retention=Evict(capacity)")
     return budgets
 
 

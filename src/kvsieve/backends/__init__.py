@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvsieve.backends.base import Backend
 from kvsieve.backends.compiled import CompiledBackend
 from kvsieve.backends.eager import EagerBackend
-from kvsieve.errors import UnknownName
+from kvsieve.errors import ConfigError, UnknownName
 
 __all__ = ["Backend", "backend_names", "get_backend"]
 
@@ -22,9 +22,13 @@ def get_backend(backend: str | Backend) -> Backend:
 
     Raises:
         UnknownName: no such backend.
+        ConfigError: neither a backend nor a name.
     """
     if isinstance(backend, Backend):
         return backend
+    if not isinstance(backend, str):
+        names = ", ".join(backend_names())
+        raise ConfigError(f"backend: expected a Backend instance or a name ({names}), received {backend!r}")
     if backend not in _BACKENDS:
         raise UnknownName("backend", backend, _BACKENDS)
     return _BACKENDS[backend]()

@@ -17,7 +17,7 @@ def check_plotting() -> None:
         ConfigError: matplotlib is missing.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib, which is not installed: pip install 'kvsieve[plot]'")
+        raise ConfigError("--plot needs matplotlib, which is not installed: pip install matplotlib")
 
 
 def plot_measurement(measurement: Measurement, path: Path) -> None:

@@ -12,9 +12,10 @@ import typer
 
 from kvsieve.backends import backend_names
 from kvsieve.bench import Measurement, Setting, parse_budget, run_bench, run_seeding
-from kvsieve.bench.plot import check_plotting, plot_measurement
+from kvsieve.bench.plot import plot_measurement
 from kvsieve.bench.setting import parse_heads
 from kvsieve.cli.bench_report import print_measurement
+from kvsieve.cli.files import check_output, check_plot
 from kvsieve.cli.options import check_device, parse_dtype
 from kvsieve.cli.seeding_report import print_seeding
 from kvsieve.cli.terminal import progress_bar
@@ -57,11 +58,8 @@ def bench_command(
     query_heads, kv_heads = parse_heads(heads)
     kind, pages = parse_dtype(dtype), parse_budget(budget)
     built = [load_flow(name) for name in flow or DEFAULT_FLOWS]
-    for path, option in ((plot, "--plot"), (None if json_file == "-" else json_file, "--json")):
-        if path is not None and not Path(path).expanduser().absolute().parent.is_dir():
-            raise ConfigError(f"{option} {path}: expected a file in a directory that exists")
-    if plot is not None:
-        check_plotting()
+    check_output(None if json_file in (None, "-") else Path(json_file), "--json")
+    check_plot(None if plot is None else Path(plot))
     if threads is not None:
         torch.set_num_threads(threads)
     setting = Setting(device, backend, batch, query_heads, kv_heads, head_dim, page_size, pages, kind, layers, repeats)

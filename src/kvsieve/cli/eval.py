@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvsieve.backends import backend_names
+from kvsieve.cli.files import check_output
 from kvsieve.cli.options import check_device, parse_dtype, parse_flow_arguments, read_file
 from kvsieve.cli.terminal import output, progress_bar
 from kvsieve.errors import ConfigError, UnknownName
@@ -78,6 +79,7 @@ def eval_command(
         raise UnknownName("backend", backend, backend_names())
     parse_dtype(dtype)
     check_device(device)
+    check_output(report, "--report", makes_folder=True)
     default = QUICK if quick else FULL
     wish = Wish(
         line_up(names, arguments, page_size, references, evict),

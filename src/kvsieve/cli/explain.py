@@ -13,6 +13,7 @@ import typer
 from rich.text import Text
 
 from kvsieve.cli.eval import TEXT
+from kvsieve.cli.files import check_output, check_plot
 from kvsieve.cli.options import check_device, parse_dtype, parse_flow_arguments, parse_layers, read_file
 from kvsieve.cli.terminal import output, progress_bar
 from kvsieve.errors import ConfigError
@@ -23,7 +24,6 @@ from kvsieve.evaluate.tasks import Sample, choose_tasks
 from kvsieve.evaluate.text import Corpus
 from kvsieve.evaluate.trace import Trace, record
 from kvsieve.models import load_model, quiet_transformers
-from kvsieve.verify.plots import check_plotting
 
 PIPE_WIDTH = 110
 LISTED = 12
@@ -38,26 +38,32 @@ def explain_command(
     text: str = typer.Option(TEXT, "--text", "--prompt-file", help="file with the text to continue, - for stdin"),
     context: int = typer.Option(1024, min=1, help="tokens of prompt: the last ones of the text"),
     task: str | None = typer.Option(None, help="explain a sample of this task of kvsieve eval, and go on from there"),
-    sample: int = typer.Option(0, min=0, help="number of that sample"),
-    seed: int = typer.Option(0, help="seed of that sample"),
+    sample: int | None = typer.Option(None, min=0, help="number of that sample  [default: 0]"),
+    seed: int | None = typer.Option(None, help="seed of that sample  [default: 0]"),
     max_new_tokens: int = typer.Option(32, min=1, help="tokens to generate, greedily"),
     layer: str = typer.Option("", metavar="LAYERS", help="layers of the PNG, such as 0,4-6  [default: the worst one]"),
     head: str = typer.Option("", metavar="HEADS", help="KV heads of the PNG  [default: the worst one]"),
     dtype: str = typer.Option("fp32", help="fp32, bf16 or fp16"),
     device: str = typer.Option("cpu", help="cpu, cuda, cuda:1, ..."),
-    plot: Path | None = typer.Option(None, metavar="FILE", help="save a PNG; needs kvsieve[plot]"),
+    plot: Path | None = typer.Option(None, metavar="FILE", help="save a PNG; needs matplotlib"),
     report: Path | None = typer.Option(None, metavar="FILE", help="write one HTML file, tokens under the cursor"),
     as_json: bool = typer.Option(False, "--json", help="print one JSON object and nothing else on stdout"),
 ) -> None:
     """Show the pages kept over steps beside the exact attention, and the lost page that mattered most."""
-    if plot is not None:
-        check_plotting()
+    if task is None and (sample is not None or seed is not None):
+        raise ConfigError("--sample and --seed: expected --task beside them, received none; name one of kvsieve eval's")
+    if plot is None and (layer or head):
+        raise ConfigError(
+            "--layer and --head: expected --plot beside them, received none; the HTML report has them all"
+        )
+    check_plot(plot)
+    check_output(report, "--report", makes_folder=True)
     contender, wish = flow_contender(flow, parse_flow_arguments(flow_arg), page_size), parse_budget(budget)
     kind, source = parse_dtype(dtype), read_file(text, "--text").rstrip("\r\n")
     check_device(device)
     quiet_transformers()
     loaded, tokenizer = load_model(model, kind, device=device)
-    prompt = choose_prompt(Corpus(tokenizer, source), context, task, seed, sample)
+    prompt = choose_prompt(Corpus(tokenizer, source), context, task, seed or 0, sample or 0)
     built = contender.build()
     pages = contender.budget(built, wish.of(len(prompt.prefix)))
     with progress_bar("explain") as progress:

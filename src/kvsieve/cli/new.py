@@ -48,7 +48,9 @@ def names_of(name: str) -> tuple[str, str]:
     if keyword.iskeyword(class_name) or class_name == "Flow":
         raise ConfigError(f"new {name!r}: the class would be called {class_name}; choose another name")
     if module in SHADOWED or module.startswith("test_"):
-        raise ConfigError(f"new {name!r}: a file {module}.py would hide another module or be taken for a test")
+        raise ConfigError(
+            f"new {name!r}: a file {module}.py would hide another module or be taken for a test; choose another name"
+        )
     if module in list_flows():
         raise ConfigError(f"new {name!r}: a flow of this name is registered already; choose another name")
     return module, class_name
@@ -66,7 +68,7 @@ def write_all(directory: Path, files: dict[Path, str]) -> None:
         ConfigError: the directory does not exist, a file exists, or cannot be written.
     """
     if not directory.is_dir():
-        raise ConfigError(f"--directory {directory}: expected an existing directory, received something else")
+        raise ConfigError(f"--directory {directory}: expected an existing directory, received none; make it first")
     written: list[Path] = []
     try:
         for path, text in files.items():

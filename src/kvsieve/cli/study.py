@@ -12,12 +12,13 @@ from rich import box
 from rich.table import Table
 
 from kvsieve.budget import Budget
+from kvsieve.cli.files import check_plot
 from kvsieve.cli.options import read_file
 from kvsieve.cli.terminal import output, progress_bar
 from kvsieve.dtypes import STATE_DTYPES
 from kvsieve.models import quiet_transformers
 from kvsieve.verify.accumulator_report import ERROR, PUBLISHED_FLOW
-from kvsieve.verify.plots import check_plotting, plot_decay, plot_weights
+from kvsieve.verify.plots import plot_decay, plot_weights
 from kvsieve.verify.published import SEEDS, PublishedReport, run_published
 from kvsieve.verify.recorded import Recorded, record_model
 from kvsieve.verify.study import NOISES, STEADY, DecayStudy, study_decay
@@ -28,7 +29,7 @@ TEXT = "examples/jargon.txt"
 
 study_app = typer.Typer(help="Studies of the H2O flows: decay, weights, published figures.")
 AS_JSON = typer.Option(False, "--json", help="print one JSON object and nothing else on stdout")
-PLOT = typer.Option(None, metavar="FILE", help="save the curves as a PNG; needs kvsieve[plot]")
+PLOT = typer.Option(None, metavar="FILE", help="save the curves as a PNG; needs matplotlib")
 SEED = typer.Option(0, help="seed of the planted data")
 
 
@@ -41,8 +42,7 @@ def decay_command(
     as_json: bool = AS_JSON,
 ) -> None:
     """Sweep decay = 1 - 2**-k and 1 for state in bfloat16, float16 and float32 over long runs."""
-    if plot is not None:
-        check_plotting()
+    check_plot(plot)
     with progress_bar("decay") as progress:
         study = study_decay(steps, seed, topk, progress=progress)
     if plot is not None:
@@ -63,8 +63,7 @@ def weights_command(
     as_json: bool = AS_JSON,
 ) -> None:
     """Scale of the mean and peak terms, and attention captured over w_peak / w_avg, on planted and real keys."""
-    if plot is not None:
-        check_plotting()
+    check_plot(plot)
     keys: dict[str, Sequence[Recorded]] = {"planted": planted_segments(seed)}
     if model != "none":
         quiet_transformers()

@@ -39,7 +39,7 @@ def verify_command(
     programs: int = typer.Option(0, "--fuzz", min=0, metavar="N", help="run N random life-cycle programmes instead"),
     events: int = typer.Option(50, min=1, help="events of a programme"),
     mutants: bool = typer.Option(False, "--mutants", help="show that the checks find deliberate faults instead"),
-    jobs: int = typer.Option(0, min=0, help="worker processes  [default: one a core]"),
+    jobs: int = typer.Option(0, min=0, show_default=False, help="worker processes  [default: one a core]"),
     seq_len: int | None = typer.Option(None, help="accumulator harness: tokens of the request"),
     steps: int | None = typer.Option(None, help="accumulator harness: decode steps"),
     group_size: int | None = typer.Option(None, help="accumulator harness: query heads per KV head"),

@@ -58,6 +58,8 @@ class SparseCache(Cache):
         backend: str | Backend = "eager",
         retention: Retention = KEEP,
     ) -> None:
+        if not isinstance(config, PreTrainedConfig):
+            raise ConfigError(f"config: expected a model's config, received {type(config).__name__}; pass model.config")
         self._config = config.get_text_config(decoder=True)
         layers: list[Any] = []
         for index, layer in enumerate(DynamicCache(config=config).layers):
@@ -178,8 +180,8 @@ class SparseCache(Cache):
             ConfigError: a positive number, more columns than there are, or a sliding window that forgot them.
         """
         length = 0 if self._seen is None else self._seen.shape[1]
-        if self._paged and not -length <= tokens_to_remove <= 0:
-            raise ConfigError(f"crop: expected a number of tokens in [{-length}, 0], received {tokens_to_remove}")
+        if not isinstance(tokens_to_remove, int) or (self._paged and not -length <= tokens_to_remove <= 0):
+            raise ConfigError(f"crop: expected a number of tokens in [{-length}, 0], received {tokens_to_remove!r}")
         if self._seen is not None and tokens_to_remove:
             self._refuse_forgotten()
             seen = self._seen[:, :tokens_to_remove]

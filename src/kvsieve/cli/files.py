@@ -1,0 +1,46 @@
+"""Output files that a command is asked for, refused before any work is done for them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from kvsieve.errors import ConfigError
+from kvsieve.verify.plots import check_plotting
+
+
+def check_output(path: Path | None, option: str, *, makes_folder: bool = False) -> None:
+    """Refuse a file that could not be written; writes nothing. With ``makes_folder`` missing folders are no fault.
+
+    Raises:
+        ConfigError: a directory, a file in a directory that is missing or none, or one that may not be written.
+    """
+    if path is None:
+        return
+    path = path.expanduser().absolute()
+    if path.is_dir():
+        raise ConfigError(f"{option} {path}: expected a file to write to, received a directory; name a file in it")
+    folder = path.parent
+    while makes_folder and not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise ConfigError(f"{option} {path}: expected a file in a directory that exists; make {folder} first")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{option} {path}: expected a file to write to, received one without permission for it")
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuse a plot that could not be drawn or written.
+
+    Raises:
+        ConfigError: matplotlib is missing, it draws no file of this kind, or the file could not be written.
+    """
+    if path is None:
+        return
+    check_output(path, "--plot")
+    check_plotting()
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in kinds:
+        raise ConfigError(f"--plot {path}: expected a file such as plot.png, received one of kind {path.suffix!r}")
