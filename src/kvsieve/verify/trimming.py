@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
+from kvsieve.backends import get_backend
 from kvsieve.paging.pool import LayerPool
-from kvsieve.paging.slots import POSITION, Trim, slot_fields, trim
+from kvsieve.paging.slots import POSITION, Trim, slot_fields
 from kvsieve.verify.checks import Numbers, expect
 from kvsieve.verify.subject import Subject
 
@@ -21,7 +22,7 @@ Tokens = dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 def check_order(subject: Subject) -> Numbers:
     """NaN, infinities, ties, masses of neighbouring bits; slots in any order, ragged requests, every gap filled."""
-    numbers = Numbers()
+    numbers, backend = Numbers(), get_backend(subject.backend)
     if not subject.flow.evictable or subject.flow.mass is None:
         return numbers
     random = torch.Generator().manual_seed(subject.seed)
@@ -31,7 +32,7 @@ def check_order(subject: Subject) -> Numbers:
             lengths = [stored + 7, 3 * stored]
             pool, one = _filled(subject, random, masses, lengths, (stored, kept, sink, recent))
             before = [_tokens(pool, one, b, h, stored) for b, h in _segments()]
-            trim(pool, one)
+            backend.trim(pool, one)
             for (b, h), tokens in zip(_segments(), before, strict=True):
                 _compare(tokens, _tokens(pool, one, b, h, kept), one, lengths[b] - recent, f"request {b} KV head {h}")
                 numbers.note("selection", 0.0)
