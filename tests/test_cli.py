@@ -115,7 +115,7 @@ def test_flows_markdown_and_terminal_say_what_json_says(capsys):
         (["new", "json"], "hide another module"),
         (["new", QUEST], "registered already"),
         (["new", "mine", "--directory", "/no/such/directory"], "existing directory"),
-        (["generate", "--flow", "nope", "--prompt", "x"], "known: block_sparse_attention"),
+        (["generate", "--flow", "nope", "--prompt", "x"], "unknown flow 'nope': known: "),
         (["eval", QUEST, "--text", "/dev/null", "--report", "."], "--report"),
         (["eval", QUEST, "--text", "/dev/null", "--report", "/dev/null/x.html"], "directory that exists"),
         (["explain", QUEST, "--report", "."], "received a directory"),

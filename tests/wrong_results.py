@@ -143,6 +143,12 @@ class InitRaises(Means):
         return {"count": -"1"}  # wrong
 
 
+@wrong("takes 1 positional argument but 3 were given", "def init_state(self, page_size, head_dim)")
+class InitWithoutSizes(Means):
+    def init_state(self):  # wrong
+        return {"count": torch.zeros(())}
+
+
 @wrong("op sum on [5, 8]: IndexError", "mend this statement")
 class SummarizeRaises(Flow):
     def summarize(self, k, v):

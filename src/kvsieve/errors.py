@@ -58,10 +58,18 @@ class UnknownName(ConfigError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         known = sorted(known)
-        near = [one for one in known if name and (name in one or one in name)][:3]
-        near = near or difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known) or 'none'}"
+        near = [one for one in known if name and (name in one or one in name)]
+        if not near:
+            alike = {one: _likeness(name, one) for one in known}
+            near = sorted((one for one in known if alike[one] >= 0.6), key=lambda one: -alike[one])
+        hint = f"did you mean {', '.join(near[:3])}?" if near else f"known: {', '.join(known) or 'none'}"
         super().__init__(f"unknown {kind} {name!r}: {hint}")
+
+
+def _likeness(name: str, known: str) -> float:
+    """How alike two names are, 0 to 1; one that breaks off is compared with the start of the other."""
+    starts = {known, known[: len(name) + 1]}
+    return max(difflib.SequenceMatcher(None, start, name).ratio() for start in starts)
 
 
 class OutOfPages(KvsieveError, RuntimeError):

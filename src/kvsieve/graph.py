@@ -161,7 +161,7 @@ def _state_fields(flow: Flow, geometry: Geometry) -> dict[str, FieldSpec]:
         where = method.location_of_error(error)
         raise method.fail(
             f"{type(error).__name__}: {error}",
-            "write `def init_state(self, page_size, head_dim)` and return {name: tensor of one page} for any page size",
+            "return {name: tensor} of one page for any page size, from `def init_state(self, page_size, head_dim)`",
             where,
         ) from error
     _check_fields(method, fields, "state field")
