@@ -118,6 +118,7 @@ def test_flows_markdown_and_terminal_say_what_json_says(capsys):
         (["generate", "--flow", "nope", "--prompt", "x"], "unknown flow 'nope': known: "),
         (["eval", QUEST, "--text", "/dev/null", "--report", "."], "--report"),
         (["eval", QUEST, "--text", "/dev/null", "--report", "/dev/null/x.html"], "directory that exists"),
+        (["eval", QUEST, "streaming_llm", "--evict"], "--evict: expected a flow that evicts by attention mass"),
         (["explain", QUEST, "--report", "."], "received a directory"),
         (["explain", QUEST, "--plot", "."], "received a directory"),
         (["explain", QUEST, "--plot", "none/x.png"], "directory that exists"),

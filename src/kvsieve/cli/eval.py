@@ -53,7 +53,7 @@ def eval_command(
     quick: bool = typer.Option(False, help="three tasks, 12.5%, 1024 tokens, 4 samples, unless they are given"),
     text: str = typer.Option(TEXT, help="file with the text that contexts are cut from"),
     seed: int = typer.Option(0, help="seed of all samples"),
-    page_size: int | None = typer.Option(None, min=1, help="tokens per page  [default: the flow's own, or 16]"),
+    page_size: int | None = typer.Option(None, min=1, help="tokens per page, for flows that take any  [default: 16]"),
     dtype: str = typer.Option("fp32", help="fp32, bf16 or fp16"),
     device: str = typer.Option("cpu", help="cpu, cuda, cuda:1, ..."),
     backend: str = typer.Option("eager", help="backend that flows run on"),
@@ -81,8 +81,11 @@ def eval_command(
     check_device(device)
     check_output(report, "--report", makes_folder=True)
     default = QUICK if quick else FULL
+    contenders = line_up(names, arguments, page_size, references, evict)
+    if evict and not any(one.evicts for one in contenders):
+        raise ConfigError(f"--evict: expected a flow that evicts by attention mass (h2o), received {names}; drop it")
     wish = Wish(
-        line_up(names, arguments, page_size, references, evict),
+        contenders,
         [one.name for one in choose_tasks(task or default["task"])],
         list(dict.fromkeys(context or default["context"])),
         [parse_budget(one) for one in budget or default["budget"]],

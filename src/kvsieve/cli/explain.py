@@ -34,7 +34,7 @@ def explain_command(
     flow_arg: list[str] = typer.Option([], metavar="KEY=VALUE", help="argument of the flow; may be repeated"),
     model: str = typer.Option("smollm2", help="smollm2, a local directory, or a hub path"),
     budget: str = typer.Option("12.5%", help="share of the prompt (0.125, 12.5%) or tokens (256)"),
-    page_size: int | None = typer.Option(None, min=1, help="tokens per page  [default: the flow's own, or 16]"),
+    page_size: int | None = typer.Option(None, min=1, help="tokens per page, for flows that take any  [default: 16]"),
     text: str = typer.Option(TEXT, "--text", "--prompt-file", help="file with the text to continue, - for stdin"),
     context: int = typer.Option(1024, min=1, help="tokens of prompt: the last ones of the text"),
     task: str | None = typer.Option(None, help="explain a sample of this task of kvsieve eval, and go on from there"),
