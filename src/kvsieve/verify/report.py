@@ -67,7 +67,7 @@ class FlowReport:
         good = sum(outcome.error is None for outcome in self.outcomes)
         lines = [
             f"{self.flow}: {'CORRECT' if self.passed else 'WRONG'} on {self.backend} ({self.dtype}, {self.device}): "
-            f"{good} of {len(self.outcomes)} checks, {sum(total.checked.values()):,} comparisons, {self.seconds:.0f} s"
+            f"{good} of {len(self.outcomes)} checks, {sum(total.checked.values()):,} comparisons, {self.seconds:.0f} s of work"
         ]
         worst = ", ".join(f"{stage} {ratio:.2f}" for stage, ratio in sorted(total.worst.items()) if ratio)
         if worst:
