@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -332,3 +334,19 @@ def test_on_a_real_model_dense_in_disguise_is_dense_and_chance_is_at_the_bottom(
     bottom = min(nll(chance, 192), nll(recent, 192))
     assert nll(oracle, 192) < best + 0.15 < 1.2 < bottom
     assert nll(quest, 192) < bottom - 0.5
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        pytest.param("goes well", r"30 30\n", marks=pytest.mark.slow),
+        ("fails", r"ConfigError this unit cannot be run\n(\d+) \1\n"),
+        ("dies", r"KvsieveError a worker process of 2 died, .* use fewer --jobs or a smaller --batch\n(\d+) \1\n"),
+        ("interrupted", r"KeyboardInterrupt \n2 2\n"),
+    ],
+)
+def test_workers_end_with_the_run(what: str, expected: str) -> None:
+    """Nobody is left waiting for a pipe that nobody reads, and no result comes twice."""
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "eval_workers.py"), what]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    assert re.fullmatch(expected, result.stdout), (result.stdout, result.stderr)

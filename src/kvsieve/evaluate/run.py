@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cache
 from multiprocessing import get_context
 from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Event
+from queue import Queue
+from threading import Thread
 from typing import Any
 
 import torch
 
 from kvsieve.dtypes import DTYPES
-from kvsieve.errors import ConfigError
+from kvsieve.errors import ConfigError, KvsieveError
 from kvsieve.evaluate.contenders import DENSE, BudgetWish, Contender
 from kvsieve.evaluate.decode import Batch
 from kvsieve.evaluate.store import Key, Result, ResultStore
@@ -132,18 +136,38 @@ def run_units(setting: Setting, todo: Sequence[Unit], jobs: int) -> Iterator[lis
         return
     workers = min(jobs, len(todo))
     threads, spawn = max(1, torch.get_num_threads() // workers), get_context("spawn")
-    results: SimpleQueue[list[Result]] = spawn.SimpleQueue()  # as they come: an interrupted run keeps them
-    with ProcessPoolExecutor(workers, spawn, _start_worker, (threads, results)) as pool:
+    results: SimpleQueue[list[Result] | None] = spawn.SimpleQueue()  # as they come: an interrupted run keeps them
+    received: Queue[list[Result] | None] = Queue()
+    # A thread of its own: workers never wait for a reader, and a message cut short by a death holds up nobody else.
+    Thread(target=_receive, args=(results, received), daemon=True).start()
+    stop = spawn.Event()
+    with ProcessPoolExecutor(workers, spawn, _start_worker, (threads, results, stop)) as pool:
         running = {pool.submit(_send_unit, setting, unit) for unit in todo}
         try:
             while running:
                 done, running = wait(running, timeout=0.2)
-                while not results.empty():
-                    yield results.get()
+                while not received.empty():
+                    yield received.get() or []
                 for future in done:
                     future.result()
+        except BrokenProcessPool:
+            raise KvsieveError(
+                f"a worker process of {workers} died, most likely out of memory; use fewer --jobs or a smaller --batch"
+            ) from None
         finally:
+            stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
+    results.put(None)
+    while (last := received.get()) is not None:
+        yield last
+
+
+def _receive(results: SimpleQueue[list[Result] | None], received: Queue[list[Result] | None]) -> None:
+    """Pass on what workers send, until None."""
+    message: list[Result] | None = []
+    while message is not None:
+        message = results.get()
+        received.put(message)
 
 
 def run_unit(setting: Setting, unit: Unit) -> Iterator[list[Result]]:
@@ -170,12 +194,13 @@ def _loaded(setting: Setting) -> tuple[Any, Corpus]:
     return model, Corpus(tokenizer, setting.text)
 
 
-_results: SimpleQueue[list[Result]]
+_results: SimpleQueue[list[Result] | None]
+_stop: Event
 
 
-def _start_worker(threads: int, results: SimpleQueue[list[Result]]) -> None:
-    global _results
-    _results = results
+def _start_worker(threads: int, results: SimpleQueue[list[Result] | None], stop: Event) -> None:
+    global _results, _stop
+    _results, _stop = results, stop
     torch.set_num_threads(threads)
     quiet_transformers()
 
@@ -183,3 +208,5 @@ def _start_worker(threads: int, results: SimpleQueue[list[Result]]) -> None:
 def _send_unit(setting: Setting, unit: Unit) -> None:
     for results in run_unit(setting, unit):
         _results.put(results)
+        if _stop.is_set():  # another unit failed, or the run was interrupted
+            return
