@@ -94,18 +94,27 @@ class FlowGraphs:
         return total + sum(self.state_fields[name].bytes(kv_dtype) for name in self.state_writes)
 
 
-def trace_flow(flow: Flow, geometry: Geometry) -> FlowGraphs:
+Summaries = dict[tuple[int, int, int], tuple[SegmentGraph | None, dict[str, FieldSpec]]]
+"""Traced ``summarize`` and its fields by what they depend on: page size, widths of K and V."""
+
+
+def trace_flow(flow: Flow, geometry: Geometry, summaries: Summaries | None = None) -> FlowGraphs:
     """Trace and check a flow.
+
+    ``summaries``: those that this flow's other geometries have; what is missing is added.
 
     Raises:
         FlowError: the flow breaks a rule; names its file, line, op and shapes, and the remedy.
     """
     with exclusive(), torch.inference_mode(False), torch.no_grad():
-        return _trace_flow(flow, geometry)
+        return _trace_flow(flow, geometry, {} if summaries is None else summaries)
 
 
-def _trace_flow(flow: Flow, geometry: Geometry) -> FlowGraphs:
-    summarize, summary_fields = _trace_summarize(flow, geometry)
+def _trace_flow(flow: Flow, geometry: Geometry, summaries: Summaries) -> FlowGraphs:
+    key = geometry.page_size, geometry.head_dim, geometry.v_head_dim
+    if key not in summaries:
+        summaries[key] = _trace_summarize(flow, geometry)
+    summarize, summary_fields = summaries[key]
     state_fields = _state_fields(flow, geometry)
     both = sorted(set(summary_fields) & set(state_fields))
     if both:

@@ -12,7 +12,7 @@ from kvsieve.backends.base import Backend
 from kvsieve.budget import Budget, BudgetLike, budget_for_layer
 from kvsieve.errors import ConfigError
 from kvsieve.flow import Flow, extra_parameters
-from kvsieve.graph import FieldSpec, FlowGraphs, Geometry, trace_flow
+from kvsieve.graph import FieldSpec, FlowGraphs, Geometry, Summaries, trace_flow
 from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.queries import KeptQueries
@@ -65,6 +65,7 @@ class Layers:
         self.dense = frozenset(dense)
         self._layers: dict[int, Layer] = {}
         self._prepared: dict[tuple[Geometry, torch.device], tuple[FlowGraphs, Any]] = {}
+        self._summaries: Summaries = {}
 
     def __contains__(self, index: object) -> bool:
         return index in self._layers
@@ -86,7 +87,7 @@ class Layers:
 
     def shared(self) -> list[object]:
         """What never changes and may be shared by copies of a runtime."""
-        things: list[object] = [self.flow, self.backend, self._prepared]
+        things: list[object] = [self.flow, self.backend, self._prepared, self._summaries]
         for pair in self._prepared.values():
             things += pair
         return things
@@ -158,7 +159,7 @@ class Layers:
             ConfigError: the backend refuses it.
         """
         if (geometry, device) not in self._prepared:
-            graphs = trace_flow(self.flow, geometry)
+            graphs = trace_flow(self.flow, geometry, self._summaries)
             reason = self.backend.refusal(graphs)
             if reason is not None:
                 raise ConfigError(f"backend {self.backend.name} refuses flow {self.flow!r}: {reason}")
