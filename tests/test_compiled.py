@@ -178,6 +178,18 @@ def test_results_depend_on_nothing_but_the_segment(length: int) -> None:
         assert all(torch.equal(one[:1], first[:1]) for one, first in zip(result, results[0], strict=True))
 
 
+@pytest.mark.parametrize("token", [3, 500])
+def test_a_logit_far_above_those_of_other_chunks(token: int) -> None:
+    """Further above than exponentials reach."""
+    pool, rows = filled([700], 2, 5, (20, 12), torch.float32, 2, False)
+    q = torch.randn(1, 2, 3, 20).abs()
+    pool.k[:, rows.table[0, token // 5], token % 5] = 100.0
+    selection, options = choose(rows, 5, 2, 10**6, 0), AttentionOptions(1.0, mass=AttentionMass())
+    wanted = exact(q, pool, rows, selection, options)
+    for one, right in zip(native.attend(q, pool, rows, selection, options), wanted, strict=True):
+        assert one is not None and torch.allclose(one.to(F64), right, rtol=1e-5, atol=1e-5)
+
+
 def test_nan_in_attended_keys_is_seen() -> None:
     """What is attended is never hidden: a NaN in a listed key reaches the output of its segment, and no other."""
     pool, rows = filled([40, 40], 2, 8, (16, 16), torch.float32, 1, False)

@@ -65,9 +65,10 @@ class FlowReport:
         """The verdict in a few lines; every failed check says what is wrong, where, and by how much."""
         total = self.total
         good = sum(outcome.error is None for outcome in self.outcomes)
+        verdict, compared = "CORRECT" if self.passed else "WRONG", sum(total.checked.values())
         lines = [
-            f"{self.flow}: {'CORRECT' if self.passed else 'WRONG'} on {self.backend} ({self.dtype}, {self.device}): "
-            f"{good} of {len(self.outcomes)} checks, {sum(total.checked.values()):,} comparisons, {self.seconds:.0f} s of work"
+            f"{self.flow}: {verdict} on {self.backend} ({self.dtype}, {self.device}): {good} of {len(self.outcomes)} "
+            f"checks, {compared:,} comparisons, {self.seconds:.0f} s of work"
         ]
         worst = ", ".join(f"{stage} {ratio:.2f}" for stage, ratio in sorted(total.worst.items()) if ratio)
         if worst:

@@ -12,7 +12,7 @@ import torch
 import kvsieve.layers
 from kvsieve.call import Call
 from kvsieve.flow import Flow
-from kvsieve.graph import FlowGraphs, Geometry, trace_flow
+from kvsieve.graph import FlowGraphs, Geometry, Summaries, trace_flow
 from kvsieve.verify import poison
 
 FINITE_GARBAGE = 3
@@ -69,9 +69,9 @@ _TRACED: dict[tuple[Flow, Geometry], FlowGraphs] = {}
 def traced_once() -> Iterator[None]:
     """Flows are traced once a process: tracing is most of a short check's time, and no mutant touches it."""
 
-    def traced(flow: Flow, geometry: Geometry) -> FlowGraphs:
+    def traced(flow: Flow, geometry: Geometry, summaries: Summaries) -> FlowGraphs:
         if (flow, geometry) not in _TRACED:
-            _TRACED[flow, geometry] = trace_flow(flow, geometry)
+            _TRACED[flow, geometry] = trace_flow(flow, geometry, summaries)
         return _TRACED[flow, geometry]
 
     with mock.patch.object(kvsieve.layers, "trace_flow", traced):
