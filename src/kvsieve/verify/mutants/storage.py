@@ -171,10 +171,9 @@ def _(original: Any) -> Any:
 @fault("a block with other holders is freed", 8, BlockAllocator, "release")
 def _(original: Any) -> Any:
     def release(self: BlockAllocator, blocks: list[BlockId]) -> None:
-        for block in blocks:
-            if block in self._references:
-                self._references[block] = 1
-                original(self, [block])
+        shared = [block for block in blocks if self.references(block) > 1]
+        original(self, [block for block in blocks if block in self._references])
+        self._free = sorted({*self._free, *shared})
 
     return release
 

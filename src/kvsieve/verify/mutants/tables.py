@@ -76,8 +76,8 @@ def _(original: Any) -> Any:
 
 @fault("a crop into a step is taken for exact", None, RequestTables, "append")
 def _(original: Any) -> Any:
-    def append(self: RequestTables, requests: Sequence[RequestId], counts: Sequence[int]) -> Growth:
-        growth: Growth = original(self, requests, counts)
+    def append(self: RequestTables, requests: Sequence[RequestId], *arguments: Any) -> Growth:
+        growth: Growth = original(self, requests, *arguments)
         for request in requests:
             self[request].__class__ = _Uncropped
         return growth
