@@ -217,7 +217,7 @@ def test_nan_of_one_query_head_is_seen_in_the_mass() -> None:
 @pytest.mark.parametrize(("group", "width_k", "width_v", "page"), GEOMETRIES)
 def test_seeding_kernel(group: int, width_k: int, width_v: int, page: int, dtype: torch.dtype) -> None:
     """Column sums beside float64: whole prompts, chunks and windows, every decay and reduction."""
-    heads, length = 3, 5 * page + 101
+    heads, length = 3, 5 * page + (101 if dtype is torch.float32 and page > 5 else 701)  # short prompts and long
     pool, rows = filled([length], heads, page, (width_k, width_v), dtype, group, False)
     random = torch.Generator().manual_seed(width_k)
     sinks = torch.randn(heads, group, generator=random)
