@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from kvsieve.errors import ConfigError
+from kvsieve.errors import ConfigError, check_integer
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,7 @@ class Budget:
 
     def __post_init__(self) -> None:
         for name, least in (("topk", 0), ("sink", 0), ("recent", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"Budget({name}=): expected an integer >= {least}, received {value!r}")
+            check_integer(f"Budget({name}=)", getattr(self, name), least)
         if not isinstance(self.ratio, (int, float)) or isinstance(self.ratio, bool) or not 0 <= self.ratio <= 1:
             raise ConfigError(f"Budget(ratio=): expected a number in [0, 1], received {self.ratio!r}")
 
@@ -73,8 +71,7 @@ class Budget:
         """
         arguments = (("n", n, 1), ("page_size", page_size, 1), ("sink_tokens", sink_tokens, 0))
         for name, value, least in (*arguments, ("recent_tokens", recent_tokens, 0)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"Budget.tokens({name}=): expected an integer >= {least}, received {value!r}")
+            check_integer(f"Budget.tokens({name}=)", value, least)
         total = math.ceil(n / page_size)
         sink = math.ceil(sink_tokens / page_size)
         recent = max(1, math.ceil(recent_tokens / page_size))

@@ -53,6 +53,16 @@ class ConfigError(KvsieveError, ValueError):
     """An argument, option or configuration that cannot be honoured."""
 
 
+def check_integer(what: str, value: object, least: int) -> None:
+    """Refuse what is no integer of at least ``least``.
+
+    Raises:
+        ConfigError: says ``what`` it was given for.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{what}: expected an integer >= {least}, received {value!r}")
+
+
 class UnknownName(ConfigError):
     """A name that is not registered; lists the near ones."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsieve.errors import ConfigError
+from kvsieve.errors import ConfigError, check_integer
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,7 @@ class Evict:
 
     def __post_init__(self) -> None:
         for name, least in (("capacity", 1), ("sink", 0), ("recent", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"Evict({name}=): expected an integer >= {least}, received {value!r}")
+            check_integer(f"Evict({name}=)", getattr(self, name), least)
         if self.capacity < self.sink + self.recent:
             raise ConfigError(
                 f"Evict(capacity=): expected at least sink + recent = {self.sink + self.recent} tokens, received "

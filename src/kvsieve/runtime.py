@@ -168,7 +168,6 @@ class Runtime:
                 self._take_over(source, requests, adopted, lengths)
         except BaseException:
             self.finish(adopted)
-            self._close()
             self.layers.forget(theirs - mine)
             raise
         return adopted

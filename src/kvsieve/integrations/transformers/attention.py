@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -12,26 +13,15 @@ from kvsieve.backends.base import AttentionOptions
 from kvsieve.errors import ConfigError
 from kvsieve.models import IMPLEMENTATION
 
-_TAG = "_kvsieve_layer"
+_TAG = "_kvsieve_attend"
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, AttentionOptions], torch.Tensor]
+"""(query [B, Hq, T, D], key, value, mask, options) -> [B, T, Hq, Dv]: the attention of one cache layer."""
 
 
-class AttentionLayer(Protocol):
-    """A cache layer of SparseCache, as the attention function sees it."""
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        """query [B, Hq, T, D] -> [B, T, Hq, Dv]."""
-
-
-def tag(key: torch.Tensor, layer: AttentionLayer) -> None:
-    """Mark keys on their way from a cache layer to the attention function."""
-    setattr(key, _TAG, layer)
+def tag(key: torch.Tensor, attend: Attend) -> None:
+    """Give keys on their way from a cache layer to the attention function what attends them."""
+    setattr(key, _TAG, attend)
 
 
 def kvsieve_mask(*, attention_mask: torch.Tensor | None = None, **arguments: Any) -> torch.Tensor | None:
@@ -71,9 +61,9 @@ def kvsieve_attention(
     _refuse(module, dropout, arguments)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     options = AttentionOptions(scale, softcap, s_aux)
-    layer: AttentionLayer | None = getattr(key, _TAG, None)
-    if layer is not None:
-        return layer.attend(query, key, value, attention_mask, options), None
+    attend: Attend | None = getattr(key, _TAG, None)
+    if attend is not None:
+        return attend(query, key, value, attention_mask, options), None
     if key.shape[2] != query.shape[2]:
         raise ConfigError(
             f"attn_implementation='{IMPLEMENTATION}': expected K and V from a SparseCache, received {key.shape[2]} "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from kvsieve.errors import ConfigError, KvsieveError
 from kvsieve.flow import Flow
 from kvsieve.integrations.transformers.attention import tag
 from kvsieve.integrations.transformers.forward import Forward, new_tokens
-from kvsieve.integrations.transformers.layers import PagedAttention, PagedLayer, SlidingLayer
+from kvsieve.integrations.transformers.layers import PagedLayer, SlidingLayer
 from kvsieve.models import IMPLEMENTATION
 from kvsieve.paging.table import RequestId
 from kvsieve.retention import KEEP, Retention
@@ -115,7 +116,7 @@ class SparseCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Hand new K and V [B, H, T, D] to the attention function, tagged with their layer."""
+        """Hand new K and V [B, H, T, D] to the attention function, tagged with what attends them."""
         implementation = getattr(self._config, "_attn_implementation", None)
         if implementation != IMPLEMENTATION:
             raise ConfigError(
@@ -124,7 +125,7 @@ class SparseCache(Cache):
             )
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx in self._paged:
-            tag(keys, PagedAttention(self, self._paged[layer_idx]))
+            tag(keys, partial(self._paged[layer_idx].attend, self))
         return keys, values
 
     def reset(self) -> None:

@@ -82,23 +82,6 @@ class PagedLayer(CacheLayerMixin):
         self.length, self._waiting, self.is_initialized = 0, False, False
 
 
-class PagedAttention:
-    """A paged layer with its cache, as new keys carry it to the attention function."""
-
-    def __init__(self, cache: ForwardHost, layer: PagedLayer) -> None:
-        self.cache, self.layer = cache, layer
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        return self.layer.attend(self.cache, query, key, value, mask, options)
-
-
 class SlidingLayer(DynamicSlidingWindowLayer):
     """A sliding-window layer: stored and masked as the model does it, dense within its window."""
 
@@ -107,21 +90,10 @@ class SlidingLayer(DynamicSlidingWindowLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self._before = self.keys, self.values, self.is_initialized, self.cumulative_length
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        keys = keys.view_as(keys)  # what is stored may be a view of these keys: tagged themselves, they would never die
-        tag(keys, self)
+        tag(keys, dense_attention)  # not with the layer: it may store these very keys, and neither would ever die
         return keys, values
 
     def forget_from(self, length: int) -> None:
         """Undo the newest update if it reached beyond ``length`` tokens."""
         if self.cumulative_length > length:
             self.keys, self.values, self.is_initialized, self.cumulative_length = self._before
-
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        return dense_attention(query, key, value, mask, options)

@@ -58,10 +58,10 @@ def _(original: Any) -> Any:
     return _options(original, scale=1.0)
 
 
-@fault("sliding layers attend everything", 24, f"{LAYERS}:SlidingLayer", "attend")
+@fault("sliding layers attend everything", 24, LAYERS, "dense_attention")
 def _(original: Any) -> Any:
-    def attend(self: Any, query: Any, key: Any, value: Any, mask: Any, options: Any) -> Any:
-        return original(self, query, key, value, None, options)
+    def attend(query: Any, key: Any, value: Any, mask: Any, options: Any) -> Any:
+        return original(query, key, value, None, options)
 
     return attend
 
