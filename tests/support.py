@@ -18,6 +18,7 @@ from kvsieve.flow import Flow, build_flow
 from kvsieve.paging.allocator import NULL_BLOCK
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.table import RequestId
+from kvsieve.plan import Window
 from kvsieve.reference import ReferenceSegment, ReferenceStep
 from kvsieve.runtime import Attended, Runtime
 from kvsieve.verify.data import Draw, LayerShape
@@ -377,3 +378,21 @@ def low_precision_bound(
 
 def _padded(blocks: Sequence[int], width: int) -> list[int]:
     return [*blocks, *[int(NULL_BLOCK)] * (width - len(blocks))]
+
+
+def bare_window(widths: Sequence[int], topk: torch.Tensor, requests: Sequence[int] | None = None) -> Window:
+    """A window that only ``select`` looks at: so many pages each, of which ``topk`` [Bs] are chosen."""
+    places, width = torch.zeros(1, 1, dtype=torch.int64), max(widths)
+    return Window(
+        torch.tensor(range(len(widths)) if requests is None else requests),
+        places,
+        places,
+        torch.zeros(1, dtype=torch.int64),
+        torch.tensor(widths),
+        width,
+        0,
+        1,
+        topk,
+        int(topk.max()),
+        sum(widths),
+    )

@@ -21,9 +21,10 @@ from kvsieve.errors import ConfigError, KvsieveError
 from kvsieve.graph import FieldSpec
 from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
-from kvsieve.plan import MassRows, Quota, Rows, Window
+from kvsieve.plan import MassRows, Quota, Rows
 from kvsieve.reference import reduce_group
 from kvsieve.runtime import Runtime
+from support import bare_window
 
 F64 = torch.float64
 
@@ -295,11 +296,9 @@ def test_selection_kernel_on_long_windows(width: int, generator: torch.Generator
         1.0 + torch.arange(width) * 2.0**-23,
     )
     scores = torch.stack([torch.stack([row, row.flip(0)]) for row in rows])
-    valid = torch.ones(len(rows), width, dtype=torch.bool)
-    places = torch.zeros(len(rows), width, dtype=torch.int64)
     for k in {1, 2, width // 2, width - 1}:
         ks = torch.full((len(rows),), k)
-        window = Window(torch.arange(len(rows)), places, places, valid, valid, valid, ks, k, width * len(rows))
+        window = bare_window([width] * len(rows), ks)
         count = ks + 3
         quota = Quota(1, 2, torch.full((len(rows),), width + 3), count, k + 3, True, window)
         assert torch.equal(native.select(scores, quota, 2).pages, select_pages(scores, quota, 2).pages)

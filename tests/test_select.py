@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from kvsieve.backends.base import Selection
 from kvsieve.backends.compiled import native
 from kvsieve.backends.select import compose, order_key, top_pages
-from kvsieve.plan import Quota, Window
+from kvsieve.plan import Quota
 from kvsieve.reference import rank
+from support import bare_window
 
 DENORMAL = 2.0**-149
 LARGEST = 3.4028234663852886e38
@@ -125,15 +126,11 @@ def select_batch(
     window, best = None, None
     if scored:
         width = max(widths)
-        valid = torch.arange(width) < torch.tensor(widths)[:, None]
-        places = torch.zeros(len(scored), width, dtype=torch.int64)
         ks = torch.tensor([topk[i] for i in scored])
-        window = Window(
-            torch.tensor(scored), places, places, valid, places.float(), places.float(), ks, int(ks.max()), sum(widths)
-        )
+        window = bare_window(widths, ks, scored)
         rows = torch.stack([torch.tensor([*scores[i], *[math.nan] * (width - len(scores[i]))]) for i in scored])
         if window.max_topk:
-            best = top_pages(rows[:, None].repeat(1, heads, 1), valid, ks, window.max_topk)
+            best = top_pages(rows[:, None].repeat(1, heads, 1), window.valid, ks, window.max_topk)
     quota = Quota(
         sink, recent, torch.tensor(pages), torch.tensor(count), max(count), list(count) != list(pages), window
     )

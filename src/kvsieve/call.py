@@ -15,7 +15,6 @@ from kvsieve.errors import ConfigError
 from kvsieve.layers import Layer
 from kvsieve.mass import MassUpdate, RequestMass
 from kvsieve.paging.pool import LayerPool
-from kvsieve.paging.slots import occupy
 from kvsieve.paging.table import Growth, RequestId, RequestTables
 from kvsieve.plan import Pages, Plan, Quota
 from kvsieve.retention import Evict
@@ -210,8 +209,6 @@ class Call:
             self.host.backend.trim(pool, one)
         self.host.backend.write(pool, writes, k, v)
         pool.enter(writes.entered)
-        if writes.slots is not None:
-            occupy(pool, *writes.slots)
         if state.graphs is not None:
             self.host.backend.summarize(state.flow, pool, writes.filled)
         self.record.attended.add(layer)

@@ -110,6 +110,7 @@ class Layers:
         return layer
 
     def _new(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> Layer:
+        self.backend.check_device(k.device)
         heads, head_dim = k.shape[1:]
         group = q.shape[1] // heads
         graphs, flow, budget, mass = None, None, None, None
@@ -129,6 +130,7 @@ class Layers:
             k.device,
             graphs.summary_fields if graphs else {},
             state_fields,
+            self.backend.page_major,
         )
         score_bytes = graphs.score_bytes_per_page(k.dtype) if graphs else 0
         return Layer(pool, group, graphs, flow, budget, scale, score_bytes, mass, KeptQueries())

@@ -14,6 +14,7 @@ import torch
 from kvsieve.budget import Budget
 from kvsieve.mass import RequestMass
 from kvsieve.paging.allocator import NULL_BLOCK, BlockId
+from kvsieve.paging.pool import flat_places
 from kvsieve.paging.slots import Trim
 from kvsieve.paging.table import Cut, RequestId, RequestTables
 from kvsieve.retention import Evict
@@ -66,41 +67,78 @@ class MassRows:
 class Window:
     """The window pages of the requests that are scored, padded to the widest.
 
-    ``requests`` [Bs]: their places in the batch. ``blocks``, ``rows`` [Bs, W]: null where not ``valid`` [Bs, W].
-    ``position``, ``age`` [Bs, W] float32. ``topk`` [Bs]: pages to choose, 0 for requests under budget. ``mass_scale``
-    [Bs, 1]: what stored mass is multiplied by; None without mass.
+    ``requests`` [Bs]: their places in the batch. ``table``, ``row_table`` [B, S], ``lengths`` [B]: of the whole batch.
+    ``widths`` [Bs]: window pages of each; the first is page ``sink``. ``width``: as many columns as the window has.
+    ``topk`` [Bs]: pages to choose, 0 for requests under budget. ``mass_scale`` [Bs, 1]: what stored mass is multiplied
+    by; None without mass.
     """
 
     requests: torch.Tensor
-    blocks: torch.Tensor
-    rows: torch.Tensor
-    valid: torch.Tensor
-    position: torch.Tensor
-    age: torch.Tensor
+    table: torch.Tensor
+    row_table: torch.Tensor
+    lengths: torch.Tensor
+    widths: torch.Tensor
+    width: int
+    sink: int
+    page_size: int
     topk: torch.Tensor
     max_topk: int
     total_pages: int
     mass_scale: torch.Tensor | None = None
-    _flat: dict[tuple[int, int, int], SegmentWindow] = field(
+    _flat: dict[tuple[int, int, int, bool], SegmentWindow] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def by_segment(self, heads: int, blocks: int, rows: int) -> SegmentWindow:
+    @cached_property
+    def valid(self) -> torch.Tensor:
+        """Which columns are pages: bool [Bs, W]."""
+        return torch.arange(self.width, device=self.widths.device) < self.widths[:, None]
+
+    @cached_property
+    def blocks(self) -> torch.Tensor:
+        """Blocks [Bs, W], null where not valid."""
+        return self._columns(self.table)
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """State rows [Bs, W], null where not valid."""
+        return self.blocks if self.row_table is self.table else self._columns(self.row_table)
+
+    @cached_property
+    def position(self) -> torch.Tensor:
+        """Positions of the pages' first tokens: float32 [Bs, W]."""
+        return self._positions.float().expand(len(self.requests), -1)
+
+    @cached_property
+    def age(self) -> torch.Tensor:
+        """Tokens since the pages' last ones: float32 [Bs, W]."""
+        return (self.lengths[self.requests, None] - self.page_size - self._positions).float()
+
+    @cached_property
+    def _positions(self) -> torch.Tensor:
+        return (self.sink + torch.arange(self.width, device=self.widths.device)) * self.page_size
+
+    def _columns(self, table: torch.Tensor) -> torch.Tensor:
+        columns = table[self.requests, self.sink : self.sink + self.width]
+        return torch.where(self.valid, columns, int(NULL_BLOCK))
+
+    def by_segment(self, heads: int, blocks: int, rows: int, page_major: bool = False) -> SegmentWindow:
         """The window for layers with so many KV heads and pools of so many blocks and state rows, made once."""
-        key = heads, blocks, rows
+        key = heads, blocks, rows, page_major
         if key not in self._flat:
-            self._flat[key] = SegmentWindow(self, heads, blocks, rows)
+            self._flat[key] = SegmentWindow(self, heads, blocks, rows, page_major)
         return self._flat[key]
 
 
 class SegmentWindow:
-    """A window per segment, ``N = H * Bs`` head-major, as indices into storage ``[H * size, ...]``.
+    """A window per segment, ``N = H * Bs`` head-major, as indices into flat storage (:meth:`LayerPool.flat`).
 
     Every tensor is [N, W], W at least 2: a width of 1 would be compiled apart; ``mass_scale`` is [N, 1].
     """
 
-    def __init__(self, window: Window, heads: int, num_blocks: int, num_rows: int) -> None:
+    def __init__(self, window: Window, heads: int, num_blocks: int, num_rows: int, page_major: bool) -> None:
         self._window, self._heads, self._num_blocks, self._num_rows = window, heads, num_blocks, num_rows
+        self._page_major = page_major
 
     @cached_property
     def valid(self) -> torch.Tensor:
@@ -128,8 +166,8 @@ class SegmentWindow:
         return self._window.mass_scale.repeat(self._heads, 1)
 
     def _index(self, places: torch.Tensor, size: int) -> torch.Tensor:
-        first = torch.arange(self._heads, device=places.device) * size
-        return (_two_wide(places) + first[:, None, None]).flatten(0, 1)
+        places = flat_places(_two_wide(places)[:, None], self._heads, size, self._page_major)  # [Bs, H, W]
+        return places.transpose(0, 1).flatten(0, 1)
 
     def _repeated(self, values: torch.Tensor) -> torch.Tensor:
         return _two_wide(values).repeat(self._heads, 1)
@@ -145,7 +183,7 @@ class Quota:
     """How many pages each request of a step attends under one budget.
 
     ``pages`` [B] (S), ``count`` [B] (pages attended), ``width`` the largest count, ``tokens`` those in the attended
-    pages of all requests. ``window`` is None when no request is scored; ``sparse`` says whether any request leaves
+    pages of all requests, ``table`` [B, S] their block table. ``window`` is None when no request is scored; ``sparse`` says whether any request leaves
     pages out.
     """
 
@@ -157,6 +195,7 @@ class Quota:
     sparse: bool
     window: Window | None
     tokens: int = 0
+    table: torch.Tensor | None = None
 
 
 class Plan:
@@ -198,7 +237,12 @@ class Plan:
         updates = [mass.counted for mass in self._masses]
         units = torch.tensor([update.unit if update else 0.0 for update in updates], dtype=torch.float32)
         rebase = {i: update.rebase for i, update in enumerate(updates) if update and update.rebase is not None}
-        return MassRows(self._send(self._row_table), self._send(units), rebase)
+        return MassRows(self.row_table, self._send(units), rebase)
+
+    @cached_property
+    def row_table(self) -> torch.Tensor:
+        """State rows of the call's requests [B, S]."""
+        return self._send(self._row_table)
 
     @cached_property
     def trims(self) -> list[Trim]:
@@ -268,26 +312,19 @@ class Plan:
             window,
             # The last page, the only one that may be partial, is always attended.
             sum(self.rows.lengths) - self.page_size * (sum(pages) - sum(counts)),
+            self.rows.table,
         )
 
     def _window(self, budget: Budget, scored: list[int], widths: list[int], topk: list[int]) -> Window:
-        width, p = max(widths), self.page_size
-        requests = torch.tensor(scored)
-        valid = torch.arange(width) < torch.tensor(widths)[:, None]
-        columns = slice(budget.sink, budget.sink + width)
-        blocks = torch.where(valid, self._block_table[requests, columns], int(NULL_BLOCK))
-        rows = blocks  # without state nobody reads them
-        if self._stateful:
-            rows = torch.where(valid, self._row_table[requests, columns], int(NULL_BLOCK))
-        position = ((budget.sink + torch.arange(width)) * p).expand(len(scored), width)
-        age = torch.tensor([self.rows.lengths[i] for i in scored])[:, None] - p - position
         return Window(
-            requests=self._send(requests),
-            blocks=self._send(blocks),
-            rows=self._send(rows),
-            valid=self._send(valid),
-            position=self._send(position.to(torch.float32)),
-            age=self._send(age.to(torch.float32)),
+            requests=self._send(scored),
+            table=self.rows.table,
+            row_table=self.row_table if self._stateful else self.rows.table,  # without state nobody reads them
+            lengths=self.rows.lengths_tensor,
+            widths=self._send(widths),
+            width=max(widths),
+            sink=budget.sink,
+            page_size=self.page_size,
             topk=self._send(topk),
             max_topk=max(topk),
             total_pages=sum(widths),

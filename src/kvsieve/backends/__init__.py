@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
+
 from kvsieve.backends.base import Backend
 from kvsieve.backends.compiled import CompiledBackend
 from kvsieve.backends.eager import EagerBackend
@@ -9,7 +12,16 @@ from kvsieve.errors import ConfigError, UnknownName
 
 __all__ = ["Backend", "backend_names", "get_backend"]
 
-_BACKENDS: dict[str, type[Backend]] = {"eager": EagerBackend, "compiled": CompiledBackend}
+
+def _triton() -> Backend:
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError("backend triton needs the package triton, which is not installed: pip install triton")
+    from kvsieve.backends.triton import TritonBackend
+
+    return TritonBackend()
+
+
+_BACKENDS: dict[str, Callable[[], Backend]] = {"eager": EagerBackend, "compiled": CompiledBackend, "triton": _triton}
 
 
 def backend_names() -> list[str]:

@@ -24,8 +24,7 @@ def attend_selected(
     With ``options.mass`` also what the step adds to the mass of the selected tokens [B, H, K, p].
     """
     batch, heads, group, _ = q.shape
-    pages = torch.where(selection.listed(), selection.pages, 0)
-    blocks = torch.gather(rows.table[:, None].expand(-1, heads, -1), 2, pages)
+    blocks = selection.blocks(rows.table)
     mask = selection.tokens(pool.page_size, rows.lengths_tensor)
     out, lse, mass = attend_tokens(
         q.transpose(0, 1).flatten(0, 1),
@@ -189,11 +188,8 @@ def gather_pages(field: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 def gather_selected(field: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """Tokens of pages that differ by head: field [H, rows, p, D], blocks [B, H, K] -> [H * B, K * p, D]."""
-    heads, rows, page_size, width = field.shape
-    base = torch.arange(heads, device=blocks.device) * rows
-    index = blocks.transpose(0, 1) + base[:, None, None]
-    picked = field.reshape(heads * rows, page_size, width).index_select(0, index.flatten())
-    return picked.reshape(heads * blocks.shape[0], -1, width)
+    heads = torch.arange(field.shape[0], device=blocks.device)[:, None, None]
+    return field[heads, blocks.transpose(0, 1)].flatten(0, 1).flatten(1, 2)
 
 
 def _grouped(out: torch.Tensor, heads: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from kvsieve.graph import FlowGraphs
 from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
-from kvsieve.paging.slots import Trim, trim
+from kvsieve.paging.slots import Trim, occupy, trim
 from kvsieve.plan import MassRows, Quota, Rows, Window, Writes
 
 PHASES = ("write", "summarize", "score", "select", "attend", "mass")
@@ -37,6 +37,20 @@ class Selection:
 
     pages: torch.Tensor
     count: torch.Tensor
+    _blocks: list[torch.Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def blocks(self, table: torch.Tensor) -> torch.Tensor:
+        """Blocks [B, H, K] of the listed pages by the block table [B, S]; the first entry's where nothing is listed."""
+        if not self._blocks:
+            pages = torch.where(self.listed(), self.pages, 0)
+            self._blocks.append(torch.gather(table[:, None].expand(-1, self.pages.shape[1], -1), 2, pages))
+        return self._blocks[0]
+
+    def in_blocks(self, blocks: torch.Tensor) -> Selection:
+        """The same selection, whose blocks [B, H, K] are known."""
+        same = Selection(self.pages, self.count)
+        same._blocks.append(blocks)
+        return same
 
     def listed(self) -> torch.Tensor:
         """Which entries of ``pages`` are real: bool [B, 1, K]."""
@@ -58,6 +72,8 @@ class Backend(ABC):
     """Runs a flow's graphs and the attention over a selection on a paged pool. Batched over (request, KV head)."""
 
     name: str
+    page_major = False
+    """How pools lie in memory (:class:`LayerPool`)."""
 
     def kernels(self, pool: LayerPool) -> dict[str, str]:
         """What runs each phase on a layer's pool, for reports."""
@@ -67,13 +83,23 @@ class Backend(ABC):
     def refusal(self, graphs: FlowGraphs) -> str | None:
         """Why this backend cannot run a flow; None if it can. There is no silent fallback."""
 
+    def check_device(self, device: torch.device) -> None:
+        """Refuse a device that the backend does not run on.
+
+        Raises:
+            ConfigError: such a device.
+        """
+        return
+
     @abstractmethod
     def prepare(self, graphs: FlowGraphs, device: torch.device) -> Any:
         """The flow in the form that ``summarize`` and ``score`` run."""
 
     def write(self, pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store the call's tokens: k [T, H, D], v [T, H, Dv]."""
+        """Store the call's tokens: k [T, H, D], v [T, H, Dv]; where tokens are evicted, new ones in their slots."""
         pool.write(writes.blocks, writes.offsets, k, v)
+        if writes.slots is not None:
+            occupy(pool, *writes.slots)
 
     def trim(self, pool: LayerPool, one: Trim) -> None:
         """Evict tokens of requests that store too many; the others move together (:mod:`kvsieve.paging.slots`)."""
@@ -111,12 +137,17 @@ class Backend(ABC):
 
         What the requests have stored is rebased first where ``mass`` says so.
         """
-        for place, factor in mass.rebase.items():
-            stored = -(-rows.lengths[place] // pool.page_size)
-            pool.rebase_mass(mass.table[place, :stored], factor)
+        self.rebase(pool, rows, mass)
         pages = torch.where(selection.listed(), selection.pages, 0)
         places = torch.gather(mass.table[:, None].expand(-1, pages.shape[1], -1), 2, pages)
         pool.add_mass(places, increment * mass.unit[:, None, None, None])
+
+    @staticmethod
+    def rebase(pool: LayerPool, rows: Rows, mass: MassRows) -> None:
+        """Rebase the stored mass of the requests where ``mass`` says so."""
+        for place, factor in mass.rebase.items():
+            stored = -(-rows.lengths[place] // pool.page_size)
+            pool.rebase_mass(mass.table[place, :stored], factor)
 
     @abstractmethod
     def prompt_mass(

@@ -17,13 +17,16 @@ class ForwardingBackend(Backend):
     """Does what ``inner`` does."""
 
     def __init__(self, inner: Backend) -> None:
-        self.inner, self.name = inner, inner.name
+        self.inner, self.name, self.page_major = inner, inner.name, inner.page_major
 
     def kernels(self, pool: LayerPool) -> dict[str, str]:
         return self.inner.kernels(pool)
 
     def refusal(self, graphs: FlowGraphs) -> str | None:
         return self.inner.refusal(graphs)
+
+    def check_device(self, device: torch.device) -> None:
+        self.inner.check_device(device)
 
     def prepare(self, graphs: FlowGraphs, device: torch.device) -> Any:
         return self.inner.prepare(graphs, device)

@@ -16,10 +16,11 @@ def uninitialised(shape: Sequence[int], dtype: torch.dtype, device: torch.device
 
 
 class LayerPool:
-    """Head-major storage, so that consecutive blocks of a head are one contiguous run.
-
-    ``k [H, blocks, p, D]``, ``v [H, blocks, p, Dv]``, ``summaries[name] [H, blocks, *shape]``,
+    """``k [H, blocks, p, D]``, ``v [H, blocks, p, Dv]``, ``summaries[name] [H, blocks, *shape]``,
     ``state[name] [H, rows, *shape]``. Block and row 0 are the null ones.
+
+    In memory either heads come first, so that consecutive blocks of a head are one contiguous run, or, if
+    ``page_major``, blocks do, so that a page of all heads is one.
     """
 
     def __init__(
@@ -32,21 +33,17 @@ class LayerPool:
         device: torch.device,
         summary_fields: Mapping[str, FieldSpec],
         state_fields: Mapping[str, FieldSpec],
+        page_major: bool = False,
     ) -> None:
-        self.num_kv_heads, self.page_size = num_kv_heads, page_size
+        self.num_kv_heads, self.page_size, self.page_major = num_kv_heads, page_size, page_major
         self.dtype, self.device = dtype, device
         self._initial = {name: _initial(spec).to(device) for name, spec in state_fields.items()}
-        heads = num_kv_heads
-        self.k = uninitialised((heads, 0, page_size, head_dim), dtype, device)
-        self.v = uninitialised((heads, 0, page_size, v_head_dim), dtype, device)
+        self.k = self._storage(0, (page_size, head_dim), dtype)
+        self.v = self._storage(0, (page_size, v_head_dim), dtype)
         self.summaries = {
-            name: uninitialised((heads, 0, *spec.shape), spec.dtype or dtype, device)
-            for name, spec in summary_fields.items()
+            name: self._storage(0, spec.shape, spec.dtype or dtype) for name, spec in summary_fields.items()
         }
-        self.state = {
-            name: uninitialised((heads, 0, *spec.shape), spec.dtype or dtype, device)
-            for name, spec in state_fields.items()
-        }
+        self.state = {name: self._storage(0, spec.shape, spec.dtype or dtype) for name, spec in state_fields.items()}
 
     @property
     def rows(self) -> int:
@@ -61,6 +58,15 @@ class LayerPool:
         self.k, self.v = self._grown(self.k, blocks), self._grown(self.v, blocks)
         self.summaries = {name: self._grown(field, blocks) for name, field in self.summaries.items()}
         self.state = {name: self._grown(field, rows) for name, field in self.state.items()}
+
+    def flat(self, field: torch.Tensor) -> torch.Tensor:
+        """A field as one axis of (head, block or row) in the order of memory, without a copy: see :meth:`places`."""
+        return (field.transpose(0, 1) if self.page_major else field).flatten(0, 1)
+
+    def places(self, index: torch.Tensor, size: int) -> torch.Tensor:
+        """Where blocks or rows [..., H or 1, n] lie in a :meth:`flat` field of so many blocks or rows, by head:
+        [..., H, n]."""
+        return flat_places(index, self.num_kv_heads, size, self.page_major)
 
     def write(self, blocks: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store tokens: k [T, H, D], v [T, H, Dv] at (block, offset) [T]."""
@@ -83,10 +89,10 @@ class LayerPool:
     def add_mass(self, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Add to stored mass: values [..., H, K, p] at state rows [..., H, K]; rows of a head may repeat."""
         capacity = self.state["mass"].shape[1]
-        index = (torch.arange(self.num_kv_heads, device=self.device)[:, None] * capacity + rows).flatten()
-        self.state["mass"].flatten(0, 1).index_add_(0, index, values.reshape(-1, self.page_size))
+        index = self.places(rows, capacity).flatten()
+        self.flat(self.state["mass"]).index_add_(0, index, values.reshape(-1, self.page_size))
         if "mass_sum" in self.state:
-            self.state["mass_sum"].flatten().index_add_(0, index, values.sum(-1).flatten())
+            self.flat(self.state["mass_sum"]).index_add_(0, index, values.sum(-1).flatten())
 
     def copy(self, blocks: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (K, V, summaries) and state rows, each pair (from, to)."""
@@ -124,9 +130,22 @@ class LayerPool:
     def _grown(self, old: torch.Tensor, size: int) -> torch.Tensor:
         if old.shape[1] >= size:
             return old
-        new = uninitialised((old.shape[0], size, *old.shape[2:]), old.dtype, old.device)
+        new = self._storage(size, old.shape[2:], old.dtype)
         new[:, : old.shape[1]] = old
         return new
+
+    def _storage(self, size: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """[H, size, *shape]."""
+        heads = self.num_kv_heads
+        if self.page_major:
+            return uninitialised((size, heads, *shape), dtype, self.device).transpose(0, 1)
+        return uninitialised((heads, size, *shape), dtype, self.device)
+
+
+def flat_places(index: torch.Tensor, heads: int, size: int, page_major: bool) -> torch.Tensor:
+    """:meth:`LayerPool.places` of a pool with so many heads."""
+    head = torch.arange(heads, device=index.device)[:, None]
+    return index * heads + head if page_major else head * size + index
 
 
 def _initial(spec: FieldSpec) -> torch.Tensor:

@@ -57,13 +57,13 @@ def trim(pool: LayerPool, one: Trim) -> None:
     slots move, each into the slot of one that goes.
     """
     rows = _places(pool, one.rows, pool.rows, one.stored)
-    position = pool.state[POSITION].flatten()[rows]
+    position = pool.flat(pool.state[POSITION]).flatten()[rows]
     protected = (position < one.sink) | (position >= one.recent[:, None, None])
     rank = _rank(pool, rows, position).masked_fill_(protected, _STAYS)
     gone = rank.topk(one.stored - one.kept, -1, largest=False).indices
     source, target = _moves(gone, one.stored, one.kept)
-    _move(list(pool.state.values()), rows, source, target)
-    _move([pool.k, pool.v], _places(pool, one.blocks, pool.k.shape[1], one.stored), source, target)
+    _move(pool, list(pool.state.values()), rows, source, target)
+    _move(pool, [pool.k, pool.v], _places(pool, one.blocks, pool.k.shape[1], one.stored), source, target)
 
 
 def _rank(pool: LayerPool, rows: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ def _rank(pool: LayerPool, rows: torch.Tensor, position: torch.Tensor) -> torch.
     older = (1 << 31) - 1 - position
     if "mass" not in pool.state:
         return older
-    mass = pool.state["mass"].flatten()[rows]
+    mass = pool.flat(pool.state["mass"]).flatten()[rows]
     bits = torch.where(mass.isnan(), -1, mass.view(torch.int32)).to(torch.int64)
     return (bits << 32) + older
 
@@ -89,15 +89,16 @@ def _moves(gone: torch.Tensor, stored: int, kept: int) -> tuple[torch.Tensor, to
 
 
 def _places(pool: LayerPool, table: torch.Tensor, size: int, slots: int) -> torch.Tensor:
-    """Where slots lie in a field [H, size, p, ...] whose first three axes are one: [B, H, slots]."""
+    """Where slots lie in a flat field [H * size * p, ...]: [B, H, slots]."""
     slot = torch.arange(slots, device=table.device)
-    place = table[:, slot // pool.page_size] * pool.page_size + slot % pool.page_size
-    heads = torch.arange(pool.num_kv_heads, device=table.device)[:, None] * (size * pool.page_size)
-    return place[:, None] + heads
+    page = pool.places(table[:, None, slot // pool.page_size], size)
+    return page * pool.page_size + slot % pool.page_size
 
 
-def _move(fields: Sequence[torch.Tensor], places: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+def _move(
+    pool: LayerPool, fields: Sequence[torch.Tensor], places: torch.Tensor, source: torch.Tensor, target: torch.Tensor
+) -> None:
     origin, goal = (places.gather(-1, slots).flatten() for slots in (source, target))
     for field in fields:
-        flat = field.view(-1, *field.shape[3:])
+        flat = pool.flat(field).flatten(0, 1)
         flat[goal] = flat[origin]

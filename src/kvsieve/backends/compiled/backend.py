@@ -15,7 +15,7 @@ from kvsieve.backends.select import select_pages
 from kvsieve.graph import FlowGraphs
 from kvsieve.lower import lower
 from kvsieve.paging.pool import LayerPool
-from kvsieve.paging.slots import Trim
+from kvsieve.paging.slots import Trim, occupy
 from kvsieve.plan import MassRows, Quota, Rows, Window, Writes
 
 SEGMENT_FIELDS = ("valid", "blocks", "rows", "position", "age", "mass_scale")
@@ -62,6 +62,8 @@ class CompiledBackend(Backend):
     def write(self, pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
         if _is_native(pool):
             native.write(pool, writes, k, v)
+            if writes.slots is not None:
+                occupy(pool, *writes.slots)
         else:
             super().write(pool, writes, k, v)
 
@@ -74,15 +76,14 @@ class CompiledBackend(Backend):
     def summarize(self, flow: CompiledFlow, pool: LayerPool, blocks: torch.Tensor) -> None:
         if flow.summarize is None or not len(blocks):
             return
-        heads = torch.arange(pool.num_kv_heads, device=blocks.device) * pool.k.shape[1]
-        index = (heads[:, None] + blocks).flatten()
+        index = pool.places(blocks, pool.k.shape[1]).flatten()
         valid = torch.ones(len(index), 1, dtype=torch.bool, device=blocks.device)
         flow.summarize(lambda name: valid if name == "valid" else index if name == "blocks" else storage(pool, name))
 
     def score(self, flow: CompiledFlow, q: torch.Tensor, pool: LayerPool, window: Window) -> torch.Tensor:
         assert flow.score is not None
         batch, heads = q.shape[:2]
-        flat = window.by_segment(heads, pool.k.shape[1], pool.rows)
+        flat = window.by_segment(heads, pool.k.shape[1], pool.rows, pool.page_major)
         queries = q.transpose(0, 1).reshape(heads * batch, *q.shape[2:]).contiguous()
         queries = queries.clone() if queries.is_inference() else queries  # guarded on, and compiled apart
 
@@ -134,5 +135,5 @@ def _is_native(pool: LayerPool) -> bool:
 def storage(pool: LayerPool, name: str) -> torch.Tensor:
     """A field of the pool with heads and rows in one axis."""
     if name in ("k", "v"):
-        return (pool.k if name == "k" else pool.v).flatten(0, 1)
-    return (pool.summaries if name in pool.summaries else pool.state)[name].flatten(0, 1)
+        return pool.flat(pool.k if name == "k" else pool.v)
+    return pool.flat((pool.summaries if name in pool.summaries else pool.state)[name])

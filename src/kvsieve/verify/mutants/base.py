@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
+
+import torch
+
+from kvsieve.plan import Window
 
 STEP, LIFE_CYCLE, TRANSFORMERS, MASS, EVICTION = "step", "life cycle", "transformers", "mass", "eviction"
 
@@ -64,3 +68,10 @@ class Table:
             return factory
 
         return add
+
+
+def with_columns(window: Window, **columns: torch.Tensor) -> Window:
+    """The window with other tensors [Bs, W] than those that follow from its table and lengths."""
+    other = replace(window)
+    vars(other).update(columns)
+    return other

@@ -13,7 +13,7 @@ from kvsieve.budget import Budget
 from kvsieve.call import Call
 from kvsieve.paging.allocator import NULL_BLOCK
 from kvsieve.plan import Plan, Quota, Window, Writes
-from kvsieve.verify.mutants.base import Table
+from kvsieve.verify.mutants.base import Table, with_columns
 
 TABLE = Table()
 fault = TABLE.fault
@@ -179,7 +179,7 @@ def _(original: Any) -> Any:
     def window(self: Plan, budget: Budget, scored: list[int], widths: list[int], topk: list[int]) -> Window:
         right: Window = original(self, budget, scored, widths, topk)
         newest = torch.stack([row[row != int(NULL_BLOCK)][-1:].sum() for row in self._row_table[scored]])
-        return replace(right, rows=torch.where(right.valid, right.rows, newest[:, None]))
+        return with_columns(right, rows=torch.where(right.valid, right.rows, newest[:, None]))
 
     return window
 
@@ -189,6 +189,6 @@ def _(original: Any) -> Any:
     def window(self: Plan, budget: Budget, scored: list[int], widths: list[int], topk: list[int]) -> Window:
         right: Window = original(self, budget, scored, widths, topk)
         shifted = right.blocks.roll(-1, 1)
-        return replace(right, blocks=torch.where(right.valid, shifted, right.blocks))
+        return with_columns(right, blocks=torch.where(right.valid, shifted, right.blocks))
 
     return window

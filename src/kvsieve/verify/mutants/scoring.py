@@ -12,7 +12,7 @@ from kvsieve.backends import eager
 from kvsieve.backends.eager import EagerBackend
 from kvsieve.layers import Layers
 from kvsieve.plan import Window
-from kvsieve.verify.mutants.base import Table
+from kvsieve.verify.mutants.base import Table, with_columns
 
 TABLE = Table()
 fault = TABLE.fault
@@ -130,7 +130,7 @@ def _(original: Any) -> Any:
 @fault("a flow sees ages that count the newest token twice", None, EagerBackend, "score")
 def _(original: Any) -> Any:
     def score(self: Any, flow: Any, q: Any, pool: Any, window: Window) -> Any:
-        return original(self, flow, q, pool, replace(window, age=window.age + 1))
+        return original(self, flow, q, pool, replace(window, lengths=window.lengths + 1))
 
     return score
 
@@ -139,7 +139,7 @@ def _(original: Any) -> Any:
 def _(original: Any) -> Any:
     def score(self: Any, flow: Any, q: Any, pool: Any, window: Window) -> Any:
         position = window.blocks.float() * pool.page_size
-        return original(self, flow, q, pool, replace(window, position=position))
+        return original(self, flow, q, pool, with_columns(window, position=position))
 
     return score
 
@@ -147,7 +147,7 @@ def _(original: Any) -> Any:
 @fault("positions start at 0 in the window", 27, EagerBackend, "score")
 def _(original: Any) -> Any:
     def score(self: Any, flow: Any, q: Any, pool: Any, window: Window) -> Any:
-        return original(self, flow, q, pool, replace(window, position=window.position - window.position[:, :1]))
+        return original(self, flow, q, pool, with_columns(window, position=window.position - window.position[:, :1]))
 
     return score
 

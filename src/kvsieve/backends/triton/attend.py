@@ -1,0 +1,233 @@
+"""Exact attention of one query token over listed pages: split over tokens, merged in a fixed order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kvsieve.backends.base import AttentionOptions, Selection
+from kvsieve.backends.triton.launch import (
+    INTERPRETED,
+    counters,
+    dependent_launch,
+    let_next_start,
+    multiprocessors,
+    power_of_two,
+    wait_for_inputs,
+)
+from kvsieve.paging.pool import LayerPool
+from kvsieve.plan import Rows
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _logits(products, scale, softcap, SOFTCAP: tl.constexpr):
+    """Logits in units of log 2."""
+    logits = products * scale
+    if SOFTCAP:
+        half = tl.exp2(-2.0 * LOG2E * tl.abs(logits) / softcap)
+        tanh = (1.0 - half) / (1.0 + half)
+        logits = tl.where(logits < 0, -tanh, tanh) * softcap
+    return logits * LOG2E
+
+
+@triton.jit
+def _attend_kernel(
+    q, k, v, blocks, count, lengths, sinks, out, lse, part, part_lse, done, raw,
+    q_b, q_h, q_g, k_h, k_b, k_t, v_h, v_b, v_t, list_b, list_h, raw_g, scale, softcap, heads, group, chunk, splits,
+    P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, RAW: tl.constexpr,
+    WIDE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one segment's tokens. Listed tokens follow each other: only the last page may be partial."""
+    wait_for_inputs(PDL)
+    h = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    length = tl.load(lengths + b)
+    pages = (length + P - 1) // P
+    tokens = ((tl.load(count + b) - pages) * P + length).to(tl.int32)
+    first = split * chunk
+    if first < tokens:
+        last = tl.minimum(first + chunk, tokens)
+        segment = b * heads + h
+        row = tl.arange(0, ROWS)
+        d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+        real = row < group
+        queries = tl.load(
+            q + b * q_b + h * q_h + row[:, None] * q_g + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0
+        )
+        if WIDE:
+            queries = queries.to(tl.float32)
+        highest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+        listed = blocks + b * list_b + h * list_h
+        lane = tl.arange(0, TOKENS)
+        for start in tl.range(first, last, TOKENS, num_stages=STAGES):
+            token = start + lane
+            there = token < last
+            block = tl.load(listed + token // P, mask=there, other=0)
+            place = (token % P).to(tl.int64)
+            keys = tl.load(
+                k + h * k_h + (block * k_b + place * k_t)[:, None] + d[None, :],
+                mask=there[:, None] & (d < D)[None, :],
+                other=0.0,
+            )
+            if WIDE:
+                keys = keys.to(tl.float32)
+            products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+            logits = tl.where(there[None, :], _logits(products, scale, softcap, SOFTCAP), float("-inf"))
+            if RAW:
+                tl.store(
+                    raw + (segment * group + row)[:, None] * raw_g + token[None, :],
+                    logits,
+                    mask=real[:, None] & there[None, :],
+                )
+            now = tl.maximum(highest, tl.max(logits, 1))
+            p = tl.exp2(logits - now[:, None])
+            fade = tl.exp2(highest - now)
+            highest = now
+            total = total * fade + tl.sum(p, 1)
+            values = tl.load(
+                v + h * v_h + (block * v_b + place * v_t)[:, None] + dv[None, :],
+                mask=there[:, None] & (dv < DV)[None, :],
+                other=0.0,
+            )
+            acc = acc * fade[:, None]
+            if WIDE:
+                acc = tl.dot(p, values.to(tl.float32), acc, input_precision="ieee")
+            else:  # 16-bit probabilities in two parts: their rounding would be as large as that of the output
+                coarse = p.to(values.dtype)
+                fine = (p - coarse.to(tl.float32)).to(values.dtype)
+                acc = tl.dot(coarse, values, acc)
+                acc = tl.dot(fine, values, acc)
+        used = (tokens + chunk - 1) // chunk
+        if SPLIT:
+            if used == 1:
+                _finish(acc, highest, total, sinks, out, lse, h, segment, group, row, dv, real, DV, SINKS)
+            else:
+                base = (segment * splits + split) * group + row
+                tl.store(part_lse + base, highest + tl.log2(total), mask=real)
+                tl.store(
+                    part + base[:, None] * DV + dv[None, :],
+                    acc / total[:, None],
+                    mask=real[:, None] & (dv < DV)[None, :],
+                )
+                tl.debug_barrier()
+                arrived = tl.atomic_add(done + segment, 1, sem="acq_rel")
+                if arrived == used - 1:
+                    tl.store(done + segment, 0)
+                    _merge(part, part_lse, sinks, out, lse, h, segment, group, row, dv, real, used, splits, DV, SINKS,
+                           ROWS, BLOCK_DV)  # fmt: skip
+        else:
+            _finish(acc, highest, total, sinks, out, lse, h, segment, group, row, dv, real, DV, SINKS)
+    let_next_start(PDL)
+
+
+@triton.jit
+def _merge(
+    part, part_lse, sinks, out, lse, h, segment, group, row, dv, real, used, splits,
+    DV: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of a segment, first to last."""
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    for split in range(0, used):
+        base = (segment * splits + split) * group + row
+        one = tl.load(part_lse + base, mask=real, other=0.0, cache_modifier=".cg")
+        values = tl.load(
+            part + base[:, None] * DV + dv[None, :],
+            mask=real[:, None] & (dv < DV)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        now = tl.maximum(highest, one)
+        fade, weight = tl.exp2(highest - now), tl.exp2(one - now)
+        highest = now
+        total = total * fade + weight
+        acc = acc * fade[:, None] + values * weight[:, None]
+    _finish(acc, highest, total, sinks, out, lse, h, segment, group, row, dv, real, DV, SINKS)
+
+
+@triton.jit
+def _finish(
+    acc, highest, total, sinks, out, lse, h, segment, group, row, dv, real, DV: tl.constexpr, SINKS: tl.constexpr
+):
+    """Divide by the sum and store a segment's result."""
+    if SINKS:
+        sink = tl.load(sinks + h * group + row, mask=real, other=float("-inf")).to(tl.float32) * LOG2E
+        now = tl.maximum(highest, sink)
+        fade = tl.exp2(highest - now)
+        total = total * fade + tl.exp2(sink - now)
+        acc = acc * fade[:, None]
+        highest = now
+    base = segment * group + row
+    tl.store(lse + base, (highest + tl.log2(total)) * LN2, mask=real)
+    tl.store(
+        out + base[:, None] * DV + dv[None, :],
+        (acc / total[:, None]).to(out.dtype.element_ty),
+        mask=real[:, None] & (dv < DV)[None, :],
+    )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How an attend is cut: tokens an iteration, warps, stages, tokens a program and programs a segment."""
+
+    tokens: int
+    warps: int
+    stages: int
+    chunk: int
+    splits: int
+
+
+def shape_for(pool: LayerPool, batch: int, width: int) -> Shape:
+    """The cut for lists of up to ``width`` pages: enough programs to fill the GPU, none shorter than it takes to start."""
+    longest = width * pool.page_size
+    tokens = 32 if pool.dtype.itemsize == 2 else 16
+    segments = batch * pool.num_kv_heads
+    wanted = max(1, 3 * multiprocessors(pool.device) // segments)
+    chunk = max(96, -(-longest // wanted))
+    chunk = -(-chunk // tokens) * tokens
+    return Shape(tokens, 1, 5, chunk, -(-longest // chunk))
+
+
+def attend(
+    q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """q [B, H, G, D] -> out [B, H, G, Dv], lse [B, H, G]; with ``options.mass`` also raw logits [B, H, G, K * p]."""
+    batch, heads, group, width = q.shape
+    v_width, p, listed = pool.v.shape[-1], pool.page_size, selection.pages.shape[2]
+    blocks = selection.blocks(rows.table)
+    shape = shape_for(pool, batch, listed)
+    out = torch.empty(batch, heads, group, v_width, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, heads, group, dtype=torch.float32, device=q.device)
+    parts: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if shape.splits > 1:
+        size = batch, heads, shape.splits, group
+        part = torch.empty(*size, v_width, dtype=torch.float32, device=q.device)
+        parts = part, torch.empty(size, dtype=torch.float32, device=q.device), counters(q.device, batch * heads)
+    raw = None
+    if options.mass is not None:
+        raw = torch.empty(batch, heads, group, listed * p, dtype=torch.float32, device=q.device)
+    q = q if q.stride(3) == 1 else q.contiguous()
+    _attend_kernel[heads, batch, shape.splits](
+        q, pool.k, pool.v, blocks, selection.count, rows.lengths_tensor, options.sinks, out, lse, *parts, raw,
+        *(q.stride(0), q.stride(1), q.stride(2)),
+        *(pool.k.stride(0), pool.k.stride(1), pool.k.stride(2), pool.v.stride(0), pool.v.stride(1), pool.v.stride(2)),
+        *(blocks.stride(0), blocks.stride(1), listed * p, float(options.scale), float(options.softcap or 0.0)),
+        *(heads, group, shape.chunk, shape.splits),
+        P=p, D=width, DV=v_width, ROWS=power_of_two(group, 16), TOKENS=shape.tokens,
+        BLOCK_D=power_of_two(width, 16), BLOCK_DV=power_of_two(v_width, 16),
+        SOFTCAP=options.softcap is not None, SINKS=options.sinks is not None, RAW=raw is not None,
+        WIDE=INTERPRETED or q.dtype == torch.float32, SPLIT=shape.splits > 1, STAGES=shape.stages,
+        num_warps=shape.warps, **dependent_launch(q.device),
+    )  # fmt: skip
+    return out, lse, raw

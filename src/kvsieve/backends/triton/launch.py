@@ -1,0 +1,69 @@
+"""How kernels are launched: sizes, programmatic dependent launch, and the interpreter that stands in for a GPU."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+"""Kernels run as NumPy on the CPU: for tests. Triton reads the variable when it is imported."""
+
+
+def power_of_two(size: int, least: int = 1) -> int:
+    """The next power of two: tiles have such sizes."""
+    return max(least, 1 << max(0, size - 1).bit_length())
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU."""
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+_counters: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+
+
+def counters(device: torch.device, count: int) -> torch.Tensor:
+    """At least so many int32 zeros, which every kernel leaves at 0 again.
+
+    Launches on one stream follow each other; each stream has its own. They are never freed: graphs keep pointing there.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    held = _counters.setdefault((device, stream), [])
+    if not held or len(held[-1]) < count:
+        held.append(torch.zeros(power_of_two(count, 1 << 14), dtype=torch.int32, device=device))
+    return held[-1]
+
+
+@cache
+def _dependent(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def dependent_launch(device: torch.device) -> dict[str, Any]:
+    """Options of a kernel that starts while the one before it ends, where the GPU can: it must call
+    :func:`wait_for_inputs` before it reads or writes what other kernels touch."""
+    if _dependent(device):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Until the kernel before has ended and what it wrote is seen."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """The kernel behind may be set up: it waits by itself."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()

@@ -1,0 +1,141 @@
+"""Storing a call's tokens, and adding what a step gave them to the attention mass of the selected ones."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvsieve.backends.base import Selection
+from kvsieve.backends.triton.launch import dependent_launch, let_next_start, power_of_two, wait_for_inputs
+from kvsieve.mass import AttentionMass
+from kvsieve.paging.pool import LayerPool
+from kvsieve.paging.slots import POSITION
+from kvsieve.plan import MassRows, Rows, Writes
+
+
+@triton.jit
+def _write_kernel(
+    k, v, blocks, offsets, k_pool, v_pool, rows, slots, positions, position, mass,
+    k_t, k_h, v_t, v_h, kp_h, kp_b, kp_t, vp_h, vp_b, vp_t, pos_h, pos_r, mass_h, mass_r,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, MASS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """K and V of one token and head; where tokens are evicted also its position, and no mass."""
+    wait_for_inputs(PDL)
+    h = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1).to(tl.int64)
+    block, offset = tl.load(blocks + token), tl.load(offsets + token)
+    d = tl.arange(0, BLOCK)
+    key = tl.load(k + token * k_t + h * k_h + d, mask=d < D, other=0.0)
+    tl.store(k_pool + h * kp_h + block * kp_b + offset * kp_t + d, key, mask=d < D)
+    value = tl.load(v + token * v_t + h * v_h + d, mask=d < DV, other=0.0)
+    tl.store(v_pool + h * vp_h + block * vp_b + offset * vp_t + d, value, mask=d < DV)
+    if SLOTS:
+        row, slot = tl.load(rows + token), tl.load(slots + token)
+        tl.store(position + h * pos_h + row * pos_r + slot, tl.load(positions + token))
+        if MASS:
+            tl.store(mass + h * mass_h + row * mass_r + slot, 0.0)
+    let_next_start(PDL)
+
+
+def write(pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Store k [T, H, D] and v [T, H, Dv]."""
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    rows, slots, positions = writes.slots or (None, None, None)
+    position, mass = pool.state.get(POSITION), pool.state.get("mass") if writes.slots else None
+    widest = max(k.shape[2], v.shape[2])
+    _write_kernel[k.shape[1], k.shape[0]](
+        k, v, writes.blocks, writes.offsets, pool.k, pool.v, rows, slots, positions, position, mass,
+        *(*k.stride()[:2], *v.stride()[:2], *pool.k.stride()[:3], *pool.v.stride()[:3]),
+        *(*_row_strides(position), *_row_strides(mass)),
+        D=k.shape[2], DV=v.shape[2], BLOCK=power_of_two(widest), SLOTS=rows is not None, MASS=mass is not None,
+        num_warps=1, **dependent_launch(k.device),
+    )  # fmt: skip
+
+
+@triton.jit
+def _increment_kernel(
+    raw, lse, count, lengths, out, heads, group, raw_g, P: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    REDUCTION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """What some tokens of one segment's list get: exp(logit - lse), reduced over the group."""
+    wait_for_inputs(PDL)
+    h = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths + b)
+    tokens = (tl.load(count + b) - (length + P - 1) // P) * P + length
+    segment = b * heads + h
+    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    row = tl.arange(0, ROWS)
+    there = (row < group)[:, None] & (token < tokens)[None, :]
+    logits = tl.load(raw + (segment * group + row)[:, None] * raw_g + token[None, :], mask=there, other=float("-inf"))
+    total = tl.load(lse + segment * group + row, mask=row < group, other=0.0) * 1.4426950408889634
+    p = tl.where(there, tl.exp2(logits - total[:, None]), 0.0)
+    if REDUCTION == "max":
+        reduced = tl.max(p, 0)
+    else:
+        reduced = tl.sum(p, 0)
+        if REDUCTION == "mean":
+            reduced = reduced / group
+    tl.store(out + segment * raw_g + token, reduced, mask=token < raw_g)
+    let_next_start(PDL)
+
+
+def increments(
+    raw: torch.Tensor, lse: torch.Tensor, rows: Rows, selection: Selection, page_size: int, mass: AttentionMass
+) -> torch.Tensor:
+    """From raw logits [B, H, G, K * p] in units of log 2 and lse [B, H, G]: what a step adds, [B, H, K, p]."""
+    batch, heads, group, width = raw.shape
+    out = torch.empty(batch, heads, width, dtype=torch.float32, device=raw.device)
+    tokens = min(1024, power_of_two(width, 16))
+    _increment_kernel[heads, batch, -(-width // tokens)](
+        raw, lse, selection.count, rows.lengths_tensor, out, heads, group, width,
+        P=page_size, ROWS=power_of_two(group), TOKENS=tokens, REDUCTION=mass.group, num_warps=4,
+        **dependent_launch(raw.device),
+    )  # fmt: skip
+    return out.unflatten(2, (-1, page_size))
+
+
+@triton.jit
+def _add_kernel(
+    increment, pages, count, rows, unit, mass, mass_sum,
+    i_b, i_h, i_k, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
+    P: tl.constexpr, BLOCK_P: tl.constexpr, PAGES: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Mass of some listed pages of one segment. A list names no page twice, and state rows belong to one request."""
+    wait_for_inputs(PDL)
+    h = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(2) * PAGES + tl.arange(0, PAGES)
+    listed = place < tl.load(count + b)
+    page = tl.load(pages + b * p_b + h * p_h + place, mask=listed, other=0)
+    row = tl.load(rows + b * r_b + page, mask=listed, other=0)
+    offset = tl.arange(0, BLOCK_P)
+    there = listed[:, None] & (offset < P)[None, :]
+    new = tl.load(increment + b * i_b + h * i_h + place[:, None] * i_k + offset[None, :], mask=there, other=0.0)
+    new = new * tl.load(unit + b)
+    at = mass + h * m_h + (row * m_r)[:, None] + offset[None, :]
+    tl.store(at, tl.load(at, mask=there, other=0.0) + new, mask=there)
+    if SUM:
+        at_sum = mass_sum + h * s_h + row * s_r
+        tl.store(at_sum, tl.load(at_sum, mask=listed, other=0.0) + tl.sum(new, 1), mask=listed)
+    let_next_start(PDL)
+
+
+def add_mass(pool: LayerPool, mass: MassRows, selection: Selection, increment: torch.Tensor) -> None:
+    """Add increments [B, H, K, p] to the stored mass of the listed pages."""
+    batch, heads, listed, p = increment.shape
+    increment = increment if increment.stride(3) == 1 else increment.contiguous()
+    block = power_of_two(p)
+    pages = max(1, min(power_of_two(listed), 1024 // block))
+    sums = pool.state.get("mass_sum")
+    _add_kernel[heads, batch, -(-listed // pages)](
+        increment, selection.pages, selection.count, mass.table, mass.unit, pool.state["mass"], sums,
+        *(*increment.stride()[:3], *selection.pages.stride()[:2], mass.table.stride(0)),
+        *(*_row_strides(pool.state["mass"]), *_row_strides(sums)),
+        P=p, BLOCK_P=block, PAGES=pages, SUM=sums is not None, num_warps=4, **dependent_launch(increment.device),
+    )  # fmt: skip
+
+
+def _row_strides(field: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if field is None else (field.stride(0), field.stride(1))
