@@ -183,8 +183,8 @@ class Quota:
     """How many pages each request of a step attends under one budget.
 
     ``pages`` [B] (S), ``count`` [B] (pages attended), ``width`` the largest count, ``tokens`` those in the attended
-    pages of all requests, ``table`` [B, S] their block table. ``window`` is None when no request is scored; ``sparse`` says whether any request leaves
-    pages out.
+    pages of all requests, ``table`` [B, S] their block table. ``window`` is None when no request is scored; ``sparse``
+    says whether any request leaves pages out.
     """
 
     sink: int

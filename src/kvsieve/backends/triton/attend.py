@@ -139,7 +139,7 @@ def _merge(
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
-    for split in range(0, used):
+    for split in range(used):
         base = (segment * splits + split) * group + row
         one = tl.load(part_lse + base, mask=real, other=0.0, cache_modifier=".cg")
         values = tl.load(
@@ -189,7 +189,7 @@ class Shape:
 
 
 def shape_for(pool: LayerPool, batch: int, width: int) -> Shape:
-    """The cut for lists of up to ``width`` pages: enough programs to fill the GPU, none shorter than it takes to start."""
+    """The cut for lists of up to ``width`` pages: enough programs to fill the GPU, none shorter than its start."""
     longest = width * pool.page_size
     tokens = 32 if pool.dtype.itemsize == 2 else 16
     segments = batch * pool.num_kv_heads

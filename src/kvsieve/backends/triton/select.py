@@ -160,6 +160,11 @@ def _long_row(scores, table, pages_out, blocks_out, sink, width, k, BLOCK: tl.co
         equals += tl.sum((keys == threshold).to(tl.int32), 0)
 
 
+def warps_for(block: int) -> int:
+    """Warps of a program that holds a window of up to so many pages."""
+    return max(1, min(16, block // 512))
+
+
 def select(scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
     """Lists of pages and of their blocks, from scores [Bs, H, W]."""
     table = quota.table
@@ -169,7 +174,7 @@ def select(scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
     shape = batch, heads, max(1, quota.width)
     pages, blocks = (torch.empty(shape, dtype=torch.int64, device=table.device) for _ in range(2))
     width, k, requests = 2, 1, table
-    strides = 0, 0
+    strides: tuple[int, ...] = (0, 0)
     if ranked:
         assert scores is not None and window is not None
         scores = scores if scores.stride(2) == 1 else scores.contiguous()
@@ -182,6 +187,6 @@ def select(scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
         *(*strides, table.stride(0), pages.stride(0), pages.stride(1), quota.sink, quota.recent),
         BLOCK=block, GROUPS=min(block, power_of_two(k)), WHOLE=whole, ALL=scored == batch,
         REQUESTS=power_of_two(max(1, scored)), RANKED=ranked, LIST=LIST,
-        num_warps=max(1, min(16, block // 512)) if whole else 16, **dependent_launch(table.device),
+        num_warps=warps_for(block) if whole else 16, **dependent_launch(table.device),
     )  # fmt: skip
     return Selection(pages, quota.count).in_blocks(blocks)

@@ -93,7 +93,7 @@ def increments(
         P=page_size, ROWS=power_of_two(group), TOKENS=tokens, REDUCTION=mass.group, num_warps=4,
         **dependent_launch(raw.device),
     )  # fmt: skip
-    return out.unflatten(2, (-1, page_size))
+    return out.view(batch, heads, -1, page_size)
 
 
 @triton.jit
