@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from kvsieve.backends.base import AttentionOptions, Backend, Selection
 from kvsieve.budget import Budget
 from kvsieve.errors import ConfigError
-from kvsieve.layers import Layer
+from kvsieve.layers import Layer, Layers
 from kvsieve.mass import MassUpdate, RequestMass
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.table import Growth, RequestId, RequestTables
 from kvsieve.plan import Pages, Plan, Quota
 from kvsieve.retention import Evict
+from kvsieve.stepplan import StepMemory, StepPlan
 
 
 @dataclass
@@ -65,6 +66,7 @@ class CallHost(Protocol):
     tables: RequestTables
     counted: ReadStats
     eviction: Evict | None
+    layers: Layers
 
     def is_newest(self, record: CallRecord) -> bool:
         """Whether layers may still attend this call."""
@@ -207,8 +209,8 @@ class Call:
         writes, pool = plan.writes, state.pool
         for one in plan.trims:
             self.host.backend.trim(pool, one)
-        self.host.backend.write(pool, writes, k, v)
         pool.enter(writes.entered)
+        self.host.backend.write(pool, writes, k, v)
         if state.graphs is not None:
             self.host.backend.summarize(state.flow, pool, writes.filled)
         self.record.attended.add(layer)
@@ -218,9 +220,8 @@ class Call:
         return AttentionOptions(scale, softcap, None if sinks is None else sinks.reshape(-1, layer.group))
 
     def _step(self, layer: Layer, q: torch.Tensor, plan: Plan, options: AttentionOptions) -> Attended:
-        backend, pool, graphs = self.host.backend, layer.pool, layer.graphs
-        scoring = graphs is not None and graphs.score is not None
-        quota = plan.quota(layer.budget or DENSE, scoring, bool(graphs and graphs.state_writes))
+        backend, pool = self.host.backend, layer.pool
+        quota = self._quota(layer, plan)
         scores = None
         if quota.window is not None:
             places = quota.window.requests
@@ -233,6 +234,12 @@ class Call:
             self._add_mass(pool, plan, selection, increment)
         self._count(layer, plan, quota)
         return Attended(out.flatten(1, 2), lse, selection, scores)
+
+    @staticmethod
+    def _quota(layer: Layer, plan: Plan) -> Quota:
+        graphs = layer.graphs
+        scoring = graphs is not None and graphs.score is not None
+        return plan.quota(layer.budget or DENSE, scoring, bool(graphs and graphs.state_writes))
 
     def _count_kept(self, layer: Layer, plan: Plan, options: AttentionOptions) -> None:
         """Count the queries of earlier calls that were kept because a crop could have taken them back."""
@@ -280,20 +287,48 @@ class Call:
         if quota.window is not None:
             counted.field_bytes += quota.window.total_pages * pool.num_kv_heads * layer.score_bytes
 
+    def step_shape(self) -> tuple[object, ...] | None:
+        """What two decode steps of the same requests have in common if one graph can run both; None if none can."""
+        cuts = {(cut.stored, cut.kept) if cut else None for cut in self._growth.cuts}
+        pending = any(mass.committed or mass.surviving or mass.kept for mass in self.masses)
+        if not self.decode or pending or len(cuts) > 1 or any(cut and cut[0] > cut[1] + 1 for cut in cuts):
+            return None
+        return tuple(cuts)
+
+    def plan_in(self, memory: StepMemory) -> StepPlan:
+        """This step's plan, in the memory of a graph, with all that its layers read."""
+        plan = StepPlan(*self._plan_arguments(memory.device), memory=memory)
+        for _, layer in self.host.layers.items():
+            self._quota(layer, plan)
+        if self.masses:
+            _ = plan.mass
+        self._plans[memory.device] = plan
+        return plan
+
+    def replayed(self) -> None:
+        """A graph attends all layers."""
+        (plan,) = self._plans.values()
+        for index, layer in self.host.layers.items():
+            self.record.attended.add(index)
+            self._count(layer, plan, self._quota(layer, plan))
+
     def _plan(self, device: torch.device) -> Plan:
         if device not in self._plans:
-            growth, host = self._growth, self.host
-            self._plans[device] = Plan(
-                host.tables,
-                self.requests,
-                self.counts,
-                growth.entered,
-                device,
-                self.masses,
-                host.eviction,
-                growth.cuts,
-            )
+            self._plans[device] = Plan(*self._plan_arguments(device))
         return self._plans[device]
+
+    def _plan_arguments(self, device: torch.device) -> tuple[Any, ...]:
+        growth, host = self._growth, self.host
+        return (
+            host.tables,
+            self.requests,
+            self.counts,
+            growth.entered,
+            device,
+            self.masses,
+            host.eviction,
+            growth.cuts,
+        )
 
 
 def _check_tensors(layer: int, tokens: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

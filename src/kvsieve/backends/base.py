@@ -145,6 +145,9 @@ class Backend(ABC):
     @staticmethod
     def rebase(pool: LayerPool, rows: Rows, mass: MassRows) -> None:
         """Rebase the stored mass of the requests where ``mass`` says so."""
+        if mass.clear:
+            pool.clear_mass(mass.table)
+            return
         for place, factor in mass.rebase.items():
             stored = -(-rows.lengths[place] // pool.page_size)
             pool.rebase_mass(mass.table[place, :stored], factor)

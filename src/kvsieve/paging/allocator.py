@@ -59,6 +59,11 @@ class BlockAllocator:
         self._references.update(dict.fromkeys(blocks, 1))
         return blocks
 
+    def reserve(self, count: int) -> None:
+        """See to it that ``count`` blocks are free, if the pool may grow."""
+        if self.limit is None and count > len(self._free):
+            self._grow(self.capacity + count - len(self._free))
+
     def share(self, blocks: list[BlockId]) -> None:
         """Add a reference to each block."""
         for block in blocks:

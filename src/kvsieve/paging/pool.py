@@ -86,6 +86,12 @@ class LayerPool:
             if name in self.state:
                 self.state[name][:, rows] *= factor
 
+    def clear_mass(self, rows: torch.Tensor) -> None:
+        """Forget the stored mass of some rows."""
+        for name in MASS_FIELDS:
+            if name in self.state:
+                self.state[name][:, rows] = 0.0
+
     def add_mass(self, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Add to stored mass: values [..., H, K, p] at state rows [..., H, K]; rows of a head may repeat."""
         capacity = self.state["mass"].shape[1]

@@ -78,6 +78,8 @@ class RequestTables:
         self.prefixes = PrefixCache(self.block_allocator)
         self.stateful = stateful
         self.blocks, self.rows = _null_table(1, 1), _null_table(1, 1)
+        self.changes = 0
+        """Counts what changed the pages of a request otherwise than by growing or trimming it."""
         self._requests: dict[RequestId, Request] = {}
         self._free_slots: list[int] = [0]
         self._retired: list[tuple[list[BlockId], list[BlockId]]] = []
@@ -147,6 +149,7 @@ class RequestTables:
         entry = self[request]
         pages = self.pages(entry.stored)
         self._make_room(pages)
+        self.changes += 1
         self._attach(entry, self.block_allocator.allocate(pages), self._new_rows(pages))
 
     def pages(self, length: int) -> int:
@@ -183,6 +186,18 @@ class RequestTables:
             self._attach(entry, blocks, rows)
             growth.entered += rows
         return growth
+
+    def reserve(self, requests: Sequence[RequestId], length: int) -> None:
+        """Let blocks and rows exist for requests that will each store ``length`` tokens.
+
+        Raises:
+            OutOfPages: the pool is limited and too small.
+        """
+        missing = sum(max(0, self.pages(length) - len(self[request].blocks)) for request in requests)
+        self._make_room(missing)
+        self.block_allocator.reserve(missing)
+        if self.stateful:
+            self.row_allocator.reserve(missing)
 
     def settle(self) -> None:
         """Free what trimmed requests no longer need."""
@@ -228,6 +243,7 @@ class RequestTables:
 
     def _own(self, entry: Request, page: int) -> tuple[BlockId, BlockId]:
         """Copy-on-write: a block of its own for a page; returns (from, to)."""
+        self.changes += 1
         (block,) = self.block_allocator.allocate(1)
         old, entry.blocks[page] = entry.blocks[page], block
         self.blocks[entry.slot, page] = block
@@ -251,6 +267,7 @@ class RequestTables:
 
     def _detach(self, entry: Request, pages: int) -> None:
         """Free a request's pages from ``pages`` on."""
+        self.changes += 1
         blocks, rows = self._shorten(entry, pages)
         self.block_allocator.release(blocks)
         self.row_allocator.release(rows)

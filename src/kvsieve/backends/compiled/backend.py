@@ -129,7 +129,7 @@ class CompiledBackend(Backend):
 
 
 def _is_native(pool: LayerPool) -> bool:
-    return pool.device.type == "cpu" and pool.dtype in native.TYPES
+    return pool.device.type == "cpu" and pool.dtype in native.TYPES and not pool.page_major
 
 
 def storage(pool: LayerPool, name: str) -> torch.Tensor:

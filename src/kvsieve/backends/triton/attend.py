@@ -26,7 +26,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _logits(products, scale, softcap, SOFTCAP: tl.constexpr):
+def logits_of(products, scale, softcap, SOFTCAP: tl.constexpr):
     """Logits in units of log 2."""
     logits = products * scale
     if SOFTCAP:
@@ -42,7 +42,8 @@ def _attend_kernel(
     q_b, q_h, q_g, k_h, k_b, k_t, v_h, v_b, v_t, list_b, list_h, raw_g, scale, softcap, heads, group, chunk, splits,
     P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, RAW: tl.constexpr,
-    WIDE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one segment's tokens. Listed tokens follow each other: only the last page may be partial."""
     wait_for_inputs(PDL)
@@ -82,7 +83,7 @@ def _attend_kernel(
             if WIDE:
                 keys = keys.to(tl.float32)
             products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
-            logits = tl.where(there[None, :], _logits(products, scale, softcap, SOFTCAP), float("-inf"))
+            logits = tl.where(there[None, :], logits_of(products, scale, softcap, SOFTCAP), float("-inf"))
             if RAW:
                 tl.store(
                     raw + (segment * group + row)[:, None] * raw_g + token[None, :],
@@ -108,7 +109,7 @@ def _attend_kernel(
                 acc = tl.dot(coarse, values, acc)
                 acc = tl.dot(fine, values, acc)
         used = (tokens + chunk - 1) // chunk
-        if SPLIT:
+        if SPLITS > 1:
             if used == 1:
                 _finish(acc, highest, total, sinks, out, lse, h, segment, group, row, dv, real, DV, SINKS)
             else:
@@ -123,8 +124,8 @@ def _attend_kernel(
                 arrived = tl.atomic_add(done + segment, 1, sem="acq_rel")
                 if arrived == used - 1:
                     tl.store(done + segment, 0)
-                    _merge(part, part_lse, sinks, out, lse, h, segment, group, row, dv, real, used, splits, DV, SINKS,
-                           ROWS, BLOCK_DV)  # fmt: skip
+                    _merge(part, part_lse, sinks, out, lse, h, segment, group, dv, used, splits, DV, SINKS, GROUP,
+                           SPLITS, PART, BLOCK_DV)  # fmt: skip
         else:
             _finish(acc, highest, total, sinks, out, lse, h, segment, group, row, dv, real, DV, SINKS)
     let_next_start(PDL)
@@ -132,27 +133,36 @@ def _attend_kernel(
 
 @triton.jit
 def _merge(
-    part, part_lse, sinks, out, lse, h, segment, group, row, dv, real, used, splits,
-    DV: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr,
+    part, part_lse, sinks, out, lse, h, segment, group, dv, used, splits,
+    DV: tl.constexpr, SINKS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of a segment, first to last."""
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
-    for split in range(used):
-        base = (segment * splits + split) * group + row
-        one = tl.load(part_lse + base, mask=real, other=0.0, cache_modifier=".cg")
+    """Add up the parts of a segment, always in the same order."""
+    row = tl.arange(0, GROUP)
+    real = row < group
+    one = tl.arange(0, SPLITS)
+    base = segment * splits * group + row
+    there = (one < used)[:, None] & real[None, :]
+    each = tl.load(
+        part_lse + base[None, :] + one[:, None] * group, mask=there, other=float("-inf"), cache_modifier=".cg"
+    )
+    highest = tl.where(real, tl.max(each, 0), 0.0)
+    total = tl.sum(tl.exp2(each - highest[None, :]), 0)
+    acc = tl.zeros([GROUP, BLOCK_DV], tl.float32)
+    for start in range(0, used, PART):
+        some = start + tl.arange(0, PART)
+        held = (some < used)[:, None] & real[None, :]
+        at = base[None, :] + some[:, None] * group
+        weight = tl.exp2(
+            tl.load(part_lse + at, mask=held, other=float("-inf"), cache_modifier=".cg") - highest[None, :]
+        )
         values = tl.load(
-            part + base[:, None] * DV + dv[None, :],
-            mask=real[:, None] & (dv < DV)[None, :],
+            part + at[:, :, None] * DV + dv[None, None, :],
+            mask=held[:, :, None] & (dv < DV)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         )
-        now = tl.maximum(highest, one)
-        fade, weight = tl.exp2(highest - now), tl.exp2(one - now)
-        highest = now
-        total = total * fade + weight
-        acc = acc * fade[:, None] + values * weight[:, None]
+        acc += tl.sum(values * weight[:, :, None], 0)
     _finish(acc, highest, total, sinks, out, lse, h, segment, group, row, dv, real, DV, SINKS)
 
 
@@ -196,7 +206,7 @@ def shape_for(pool: LayerPool, batch: int, width: int) -> Shape:
     wanted = max(1, 3 * multiprocessors(pool.device) // segments)
     chunk = max(96, -(-longest // wanted))
     chunk = -(-chunk // tokens) * tokens
-    return Shape(tokens, 1, 5, chunk, -(-longest // chunk))
+    return Shape(tokens, 2, 5, chunk, -(-longest // chunk))
 
 
 def attend(
@@ -227,7 +237,9 @@ def attend(
         P=p, D=width, DV=v_width, ROWS=power_of_two(group, 16), TOKENS=shape.tokens,
         BLOCK_D=power_of_two(width, 16), BLOCK_DV=power_of_two(v_width, 16),
         SOFTCAP=options.softcap is not None, SINKS=options.sinks is not None, RAW=raw is not None,
-        WIDE=INTERPRETED or q.dtype == torch.float32, SPLIT=shape.splits > 1, STAGES=shape.stages,
+        WIDE=INTERPRETED or q.dtype == torch.float32,
+        GROUP=power_of_two(group), SPLITS=power_of_two(shape.splits), STAGES=shape.stages,
+        PART=min(power_of_two(shape.splits), max(1, 4096 // (power_of_two(group) * power_of_two(v_width, 16)))),
         num_warps=shape.warps, **dependent_launch(q.device),
     )  # fmt: skip
     return out, lse, raw

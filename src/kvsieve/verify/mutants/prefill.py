@@ -176,9 +176,9 @@ def _(original: Any) -> Any:
 
 @fault("padding of a shorter window writes into the request's real state rows", 13, Plan, "_window")
 def _(original: Any) -> Any:
-    def window(self: Plan, budget: Budget, scored: list[int], widths: list[int], topk: list[int]) -> Window:
-        right: Window = original(self, budget, scored, widths, topk)
-        newest = torch.stack([row[row != int(NULL_BLOCK)][-1:].sum() for row in self._row_table[scored]])
+    def window(self: Plan, budget: Budget, scored: list[int], *more: Any) -> Window:
+        right: Window = original(self, budget, scored, *more)
+        newest = torch.stack([row[row != int(NULL_BLOCK)][-1:].sum() for row in self.row_table[scored]])
         return with_columns(right, rows=torch.where(right.valid, right.rows, newest[:, None]))
 
     return window
@@ -186,8 +186,8 @@ def _(original: Any) -> Any:
 
 @fault("a window begins one page late", 28, Plan, "_window")
 def _(original: Any) -> Any:
-    def window(self: Plan, budget: Budget, scored: list[int], widths: list[int], topk: list[int]) -> Window:
-        right: Window = original(self, budget, scored, widths, topk)
+    def window(self: Plan, *arguments: Any) -> Window:
+        right: Window = original(self, *arguments)
         shifted = right.blocks.roll(-1, 1)
         return with_columns(right, blocks=torch.where(right.valid, shifted, right.blocks))
 

@@ -1,0 +1,118 @@
+"""Decode steps as one CUDA graph: captured once, replayed while the requests grow.
+
+The host works out each step's integers as ever and sends them in one copy; the block table is on the device and takes
+the newest block of each request from them. What a graph fixes are bounds: requests, and the length they may reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+
+from kvsieve.call import Call
+from kvsieve.errors import ConfigError
+from kvsieve.layers import Layer
+from kvsieve.paging.table import RequestId
+from kvsieve.runtime import Runtime
+from kvsieve.stepplan import StepMemory, StepPlan
+
+T = TypeVar("T")
+
+
+class StepGraph(Generic[T]):
+    """Decode steps of some requests of a runtime.
+
+    Args:
+        runtime: all of its layers hold the requests' past.
+        requests: the batch, in this order in every step.
+        until: tokens that each request may reach; room for them is reserved now.
+        body: runs a step: it attends every layer with the call that it is given, reading its inputs from tensors that
+            the caller fills before each step, and returns tensors. It must not wait for the device.
+        device: of all layers. On a CPU there are no graphs, and every step runs op by op.
+
+    Raises:
+        ConfigError: the device is not available.
+        OutOfPages: a limited pool that is too small.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        requests: Sequence[RequestId],
+        until: int,
+        body: Callable[[Call], T],
+        device: torch.device | str = "cuda",
+    ) -> None:
+        self.runtime, self.requests, self.body = runtime, tuple(requests), body
+        self.device = torch.device(device)
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"StepGraph: expected an available device, received {self.device}")
+        evict = runtime.eviction
+        self.until = until if evict is None else evict.capacity + 1
+        runtime.reserve(self.requests, self.until)
+        self._memory = StepMemory(self.device, len(self.requests), runtime.tables.pages(self.until))
+        self._warm: object = None
+        self._captured: object = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._result: T | None = None
+
+    def step(self) -> T:
+        """A decode step; what ``body`` returned, overwritten by the next step.
+
+        A step that is unlike the one before runs op by op: kernels are compiled then. So does a step after a prompt,
+        where pending queries count or much is trimmed. The second of a kind is captured.
+
+        Raises:
+            ConfigError: a request would grow beyond ``until``.
+        """
+        longest = max(self.runtime.tables[request].stored for request in self.requests)
+        if longest >= self.until and self.runtime.eviction is None:
+            raise ConfigError(f"StepGraph: expected requests of up to {self.until} tokens, one has {longest} already")
+        call = self.runtime.step(self.requests)
+        shape = call.step_shape()
+        if shape is None:
+            return self.body(call)
+        plan = call.plan_in(self._memory)
+        plan.upload(self.requests)
+        self._rebase(plan)
+        return self._run(call, plan, (shape, *self._pointers()))
+
+    def _run(self, call: Call, plan: StepPlan, kind: object) -> T:
+        if self.device.type == "cpu" or kind != self._warm:
+            self._warm = kind
+            return self._body(call, plan)
+        if kind != self._captured:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._result = self._body(call, plan)
+            self._captured = kind
+        else:
+            call.replayed()
+        assert self._graph is not None and self._result is not None
+        self._graph.replay()
+        return self._result
+
+    def _body(self, call: Call, plan: StepPlan) -> T:
+        plan.take_newest()
+        return self.body(call)
+
+    def _rebase(self, plan: StepPlan) -> None:
+        """Rebase stored mass ahead of the step: it happens once in hundreds of steps."""
+        for place, factor in plan.rebases.items():
+            for layer in self._layers():
+                if layer.fed_mass is not None:
+                    layer.pool.rebase_mass(self._memory.rows[place], factor)
+
+    def _layers(self) -> list[Layer]:
+        return [layer for _, layer in self.runtime.layers.items()]
+
+    def _pointers(self) -> tuple[int, ...]:
+        """Where the pools lie: a graph is void once one has moved."""
+        fields = [
+            field
+            for layer in self._layers()
+            for field in (layer.pool.k, layer.pool.v, *layer.pool.summaries.values(), *layer.pool.state.values())
+        ]
+        return tuple(field.data_ptr() for field in fields)
