@@ -49,6 +49,8 @@ class StepGraph(Generic[T]):
         self.device = torch.device(device)
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(f"StepGraph: expected an available device, received {self.device}")
+        if self.device.type == "cuda" and self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         evict = runtime.eviction
         self.until = until if evict is None else evict.capacity + 1
         runtime.reserve(self.requests, self.until)

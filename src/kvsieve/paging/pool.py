@@ -90,7 +90,7 @@ class LayerPool:
         """Forget the stored mass of some rows."""
         for name in MASS_FIELDS:
             if name in self.state:
-                self.state[name][:, rows] = 0.0
+                self.state[name].index_fill_(1, rows.flatten(), 0.0)
 
     def add_mass(self, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Add to stored mass: values [..., H, K, p] at state rows [..., H, K]; rows of a head may repeat."""
