@@ -40,8 +40,8 @@ def _log_add(a, b):
 
 
 @triton.jit
-def prod(x, axis: tl.constexpr):
-    return tl.reduce(x, axis, _times, keep_dims=True)
+def prod(x, axis: tl.constexpr, keep: tl.constexpr = False):
+    return tl.reduce(x, axis, _times, keep_dims=keep)
 
 
 @triton.jit
@@ -62,14 +62,14 @@ def running_min(x, axis: tl.constexpr):
 if INTERPRETED:  # its own reductions are fast, those with a function of ours go element by element
 
     @triton.jit
-    def max(x, axis: tl.constexpr):
-        strange = tl.sum((x != x).to(tl.int32), axis, keep_dims=True) > 0
-        return tl.where(strange, float("nan"), tl.max(tl.where(x != x, float("-inf"), x), axis, keep_dims=True))
+    def max(x, axis: tl.constexpr, keep: tl.constexpr = False):
+        strange = tl.sum((x != x).to(tl.int32), axis, keep_dims=keep) > 0
+        return tl.where(strange, float("nan"), tl.max(tl.where(x != x, float("-inf"), x), axis, keep_dims=keep))
 
     @triton.jit
-    def min(x, axis: tl.constexpr):
-        strange = tl.sum((x != x).to(tl.int32), axis, keep_dims=True) > 0
-        return tl.where(strange, float("nan"), tl.min(tl.where(x != x, float("inf"), x), axis, keep_dims=True))
+    def min(x, axis: tl.constexpr, keep: tl.constexpr = False):
+        strange = tl.sum((x != x).to(tl.int32), axis, keep_dims=keep) > 0
+        return tl.where(strange, float("nan"), tl.min(tl.where(x != x, float("inf"), x), axis, keep_dims=keep))
 
     @triton.jit
     def maximum(a, b):
@@ -90,12 +90,12 @@ else:
         return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
     @triton.jit
-    def max(x, axis: tl.constexpr):
-        return tl.reduce(x, axis, _greater, keep_dims=True)
+    def max(x, axis: tl.constexpr, keep: tl.constexpr = False):
+        return tl.reduce(x, axis, _greater, keep_dims=keep)
 
     @triton.jit
-    def min(x, axis: tl.constexpr):
-        return tl.reduce(x, axis, _less, keep_dims=True)
+    def min(x, axis: tl.constexpr, keep: tl.constexpr = False):
+        return tl.reduce(x, axis, _less, keep_dims=keep)
 
 
 # Integers
