@@ -33,7 +33,7 @@ def _times(a, b):
 
 
 @triton.jit
-def _log_add(a, b):
+def log_add(a, b):
     high = tl.maximum(a, b)
     finite = tl.where(high == float("-inf"), 0.0, high)
     return tl.log(tl.exp(a - finite) + tl.exp(b - finite)) + finite
@@ -46,7 +46,7 @@ def prod(x, axis: tl.constexpr, keep: tl.constexpr = False):
 
 @triton.jit
 def running_log_sum(x, axis: tl.constexpr):
-    return tl.associative_scan(x, axis, _log_add)
+    return tl.associative_scan(x, axis, log_add)
 
 
 @triton.jit
