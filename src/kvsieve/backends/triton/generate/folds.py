@@ -27,13 +27,13 @@ def found(printer: Printer, partial: Partial) -> list[Tile]:
     dims = (1, *tile.dims[1:])
     if partial.kind != "softmax":
         cut = f"tl.where({valid}, {tile.text}, {identity(partial.kind, x.dtype)})"
-        return [printer.named(x, Tile(_over_pages(partial.kind, x.dtype, cut), dims), f"chunk_{partial.kind}")]
+        return [printer.named(x, Tile(_over_pages(partial.kind, x.dtype, cut), dims), f"chunk_{partial.kind}", True)]
     tile = printer.named(x, tile)
     text = f'tl.max(tl.where({valid}, {tile.text}, float("-inf")), 0, keep_dims=True)'
-    high = printer.named(x, Tile(text, dims), "chunk_max")
-    base = printer.named(x, Tile(f'tl.where({high.text} == float("-inf"), 0.0, {high.text})', dims), "chunk_base")
+    high = printer.named(x, Tile(text, dims), "chunk_max", True)
+    base = printer.named(x, Tile(f'tl.where({high.text} == float("-inf"), 0.0, {high.text})', dims), "chunk_base", True)
     text = f"tl.sum(tl.where({valid}, tl.exp({tile.text} - {base.text}), 0.0), 0, keep_dims=True)"
-    return [high, printer.named(x, Tile(text, dims), "chunk_sum")]
+    return [high, printer.named(x, Tile(text, dims), "chunk_sum", True)]
 
 
 def _over_pages(kind: str, dtype: torch.dtype, text: str) -> str:
@@ -68,11 +68,11 @@ def combined(printer: Printer, partial: Partial, until: str) -> list[Tile]:
     for part, component in zip(parts, partial.components, strict=True):
         name = names.new(part.name if until == "chunks" else f"{part.name}_before")
         start = identity(component, x.dtype)
-        printer.lines.append(f"{name} = tl.full({shape_text(dims)}, {start}, {TRITON_TYPES[x.dtype]})")
+        printer.fixed_lines.append(f"{name} = tl.full({shape_text(dims)}, {start}, {TRITON_TYPES[x.dtype]})")
         results.append(Tile(name, dims))
     end_name = names.new("end")
-    printer.lines.append(f"{end_name} = {end}")
-    printer.lines.append(f"for first in range(0, {end_name}, {count}):  # in the order of the chunks")
+    printer.fixed_lines.append(f"{end_name} = {end}")
+    printer.fixed_lines.append(f"for first in range(0, {end_name}, {count}):  # in the order of the chunks")
     loaded = []
     offsets, mask = printer.inner(x.statics, rank)
     for part, component in zip(parts, partial.components, strict=True):
@@ -82,7 +82,7 @@ def combined(printer: Printer, partial: Partial, until: str) -> list[Tile]:
         cut = " & ".join(piece for piece in (f"({chunk} < {end_name})", mask) if piece)
         other = identity(component, x.dtype)
         loaded.append(names.new(f"{part.name}_found"))
-        printer.lines.append(f"    {loaded[-1]} = tl.load({where}, mask={cut}, other={other})")
+        printer.fixed_lines.append(f"    {loaded[-1]} = tl.load({where}, mask={cut}, other={other})")
     printer.count((count, *dims[1:]))
     _combine(printer, partial, [tile.text for tile in results], loaded)
     printer.combined[key] = results
@@ -90,7 +90,7 @@ def combined(printer: Printer, partial: Partial, until: str) -> list[Tile]:
 
 
 def _combine(printer: Printer, partial: Partial, results: list[str], loaded: list[str]) -> None:
-    lines, dtype = printer.lines, partial.operand.dtype
+    lines, dtype = printer.fixed_lines, partial.operand.dtype
     if partial.kind == "softmax":
         (high, total), (highs, totals) = results, loaded
         top, base = printer.names.new("top"), printer.names.new("base")

@@ -85,7 +85,7 @@ def print_stage(
         _store_output(printer, output, op, summaries)
     prologue = (_SUMMARY_PROLOGUE if summaries else _PROLOGUE).format(groups=groups, head=head)
     arguments = tuple(printer.arguments.listed.values())
-    body = [*prologue.splitlines(), *printer.lines]
+    body = [*prologue.splitlines(), *printer.fixed_lines, *printer.page_lines]
     return Kernel(
         name,
         _function(name, arguments, body),
@@ -119,7 +119,7 @@ def _store_partial(printer: Printer, scratch: Scratch, tile: Tile) -> None:
     pointer = printer.arguments.add(f"{scratch.name}_ptr", "scratch", scratch.name)
     chunk = f"chunk + tl.arange(0, 1){printer.page_index(rank)}"
     where = " + ".join(part for part in (pointer, folds.place(printer, scratch, chunk, rank), offsets) if part)
-    printer.lines.append(f"tl.store({where}, {tile.text}{f', mask={mask}' if mask else ''})")
+    printer.page_lines.append(f"tl.store({where}, {tile.text}{f', mask={mask}' if mask else ''})")
 
 
 def _store(printer: Printer, op: Op, name: str, source: str, base: str, page: str) -> None:
@@ -132,7 +132,7 @@ def _store(printer: Printer, op: Op, name: str, source: str, base: str, page: st
     where = " + ".join(part for part in (pointer, row, offsets) if part)
     cut = " & ".join(part for part in (printer.valid(0, rank), mask) if part)
     text = f"{tile.text}.to(tl.int8)" if op.dtype is torch.bool and source == "scratch" else tile.text
-    printer.lines.append(f"tl.store({where}, {text}, mask={cut})")
+    printer.page_lines.append(f"tl.store({where}, {text}, mask={cut})")
 
 
 def _store_output(printer: Printer, name: str, op: Op, summaries: bool) -> None:
@@ -150,4 +150,4 @@ def _store_output(printer: Printer, name: str, op: Op, summaries: bool) -> None:
     offsets, mask = printer.inner(op.statics, rank)
     where = " + ".join(part for part in (pointer, *places, offsets) if part)
     cut = " & ".join(part for part in (printer.valid(0, rank), mask) if part)
-    printer.lines.append(f"tl.store({where}, {tile.text}.to({pointer}.dtype.element_ty), mask={cut})")
+    printer.page_lines.append(f"tl.store({where}, {tile.text}.to({pointer}.dtype.element_ty), mask={cut})")

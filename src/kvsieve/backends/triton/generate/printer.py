@@ -44,15 +44,15 @@ class Printer:
     scratch: dict[object, Scratch]
     names: Names = field(default_factory=Names)
     arguments: Arguments = field(default_factory=Arguments)
-    lines: list[str] = field(default_factory=list)
+    fixed_lines: list[str] = field(default_factory=list)
+    page_lines: list[str] = field(default_factory=list)
     largest: int = 1
     fixed: int = 1
-    comments: bool = True
     summaries: bool = False
     combined: dict[tuple[Partial, str], list[Tile]] = field(default_factory=dict)
     _tiles: dict[tuple[int, int], Tile] = field(default_factory=dict)
     _vectors: dict[str, str] = field(default_factory=dict)
-    _line: str = ""
+    _line: dict[bool, str] = field(default_factory=lambda: {True: "", False: ""})
 
     # Places
 
@@ -78,10 +78,14 @@ class Printer:
         """The number of (request, head), for scratch and results."""
         return f"(request * heads + {self.head(rank)})"
 
+    def lines(self, paged: bool) -> list[str]:
+        """Where lines go. What does not vary over pages comes first: layouts then follow the loads of pages."""
+        return self.page_lines if paged else self.fixed_lines
+
     def vector(self, name: str, text: str) -> str:
-        """A vector over pages, made once."""
+        """A vector over pages, or a number of the request, made once."""
         if name not in self._vectors:
-            self.lines.append(f"{name} = {text}")
+            self.lines(name not in ("length", "mass_scale")).append(f"{name} = {text}")
             self._vectors[name] = name
         return name
 
@@ -131,19 +135,20 @@ class Printer:
         made = getattr(self, f"_{op.kind}")(op, shift)
         return self.named(op, made) if isinstance(made, Tile) else self.named(op, Tile(*made))
 
-    def named(self, op: Op, tile: Tile, base: str = "") -> Tile:
-        """The tile under a name of its own, unless it is a mere index of another."""
+    def named(self, op: Op, tile: Tile, base: str = "", of_chunk: bool = False) -> Tile:
+        """The tile under a name of its own, unless it has one; ``of_chunk``: made from this chunk's pages."""
         if tile.dims is None or tile.text.isidentifier():
             return tile
         name = self.names.new(base or op.name or op.kind)
-        if self.comments and op.line and op.line != self._line:
-            self.lines.append(f"# {op.line}")
-        self._line = op.line or self._line
-        return self.assign(name, tile, f"{show(op.shape)}" if self.comments else "")
+        paged = of_chunk or PAGES in tile.dims
+        if op.line and op.line != self._line[paged]:
+            self.lines(paged).append(f"# {op.line}")
+        self._line[paged] = op.line or self._line[paged]
+        return self.assign(name, tile, show(op.shape), of_chunk)
 
-    def assign(self, name: str, tile: Tile, comment: str = "") -> Tile:
+    def assign(self, name: str, tile: Tile, comment: str = "", of_chunk: bool = False) -> Tile:
         assert tile.dims is not None
-        self.lines.append(f"{name} = {tile.text}" + (f"  # {comment}" if comment else ""))
+        self.lines(of_chunk or PAGES in tile.dims).append(f"{name} = {tile.text}" + (f"  # {comment}" if comment else ""))
         self.count(tile.dims)
         return Tile(name, tile.dims)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvsieve.backends.triton.generate.ir import Op
-from kvsieve.backends.triton.generate.tile import Dim, Tile, axis_index, joined, padded, reshaped, shape_text
+from kvsieve.backends.triton.generate.tile import PAGES, Dim, Tile, axis_index, joined, padded, reshaped, shape_text
 
 if TYPE_CHECKING:
     from kvsieve.backends.triton.generate.printer import Printer
@@ -27,7 +27,7 @@ def regrouped(printer: Printer, op: Op, tile: Tile) -> Tile:
     )
     index = _places(f"tl.arange(0, {target})", new, old)
     name = printer.names.new("places")
-    printer.lines.append(f"{name} = {index}")
+    printer.lines(PAGES in lead).append(f"{name} = {index}")
     rank = printer.lead + 1
     spread = f"tl.broadcast_to({name}{axis_index(rank - 1, rank)}, {shape_text((*lead, target))})"
     printer.count((*lead, target))
