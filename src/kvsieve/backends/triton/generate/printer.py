@@ -176,7 +176,10 @@ class Printer:
 
     def aligned(self, op: Op, result: Op, shift: int) -> Tile:
         """The operand with its axes where those of the result are that they broadcast with."""
-        tile = self.value(op, shift)
+        return self.align(self.value(op, shift), op, result)
+
+    def align(self, tile: Tile, op: Op, result: Op) -> Tile:
+        """A tile of ``op`` beside those of ``result``."""
         if tile.dims is None:
             return tile
         offset = len(result.shape) - len(op.shape)

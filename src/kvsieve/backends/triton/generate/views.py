@@ -58,12 +58,13 @@ def gathered(printer: Printer, op: Op, shift: int) -> Tile:
     """tl.gather, the operands broadcast against each other; places are cut to the axis, since padding holds anything."""
     x, index = op.operands
     axis = printer.lead + op.static_axis(op.data)
-    source, places = printer.solid(x, shift), printer.solid(index, shift)
+    source, places = (printer.align(printer.solid(one, shift), one, op) for one in (x, index))
     assert source.dims is not None and places.dims is not None
     dims = list(joined(_without(source.dims, axis), _without(places.dims, axis)))
     full, wanted = list(dims), list(dims)
     full[axis], wanted[axis] = source.dims[axis], places.dims[axis]
-    size = x.statics[axis - printer.lead]
+    size = x.shape[op.data]
+    assert size is not None
     text = places.text if places.dims == tuple(wanted) else f"tl.broadcast_to({places.text}, {shape_text(wanted)})"
     held = printer.assign(
         printer.names.new("places"),
