@@ -317,4 +317,3 @@ def rows() -> dict[str, Row]:
 
 
 _CLAMPS = ("clamp", "clamp_min", "clamp_max", "hardtanh")
-

@@ -9,7 +9,7 @@ import torch
 from kvsieve.backends.triton.generate.arguments import Scratch
 from kvsieve.backends.triton.generate.ir import TRITON_TYPES, Op
 from kvsieve.backends.triton.generate.stages import Partial
-from kvsieve.backends.triton.generate.tile import HEADS, Dim, Tile, identity, padded, shape_text
+from kvsieve.backends.triton.generate.tile import HEADS, Dim, Tile, identity, shape_text
 
 if TYPE_CHECKING:
     from kvsieve.backends.triton.generate.printer import Printer
@@ -59,7 +59,7 @@ def combined(printer: Printer, partial: Partial, until: str) -> list[Tile]:
     x, names = partial.operand, printer.names
     parts = [printer.scratch[partial, component] for component in partial.components]
     stage, rank = parts[0].stage, printer.lead + len(x.statics)
-    dims: tuple[Dim, ...] = (1, *((HEADS,) if printer.wide else ()), *(padded(size) for size in x.statics))
+    dims: tuple[Dim, ...] = (1, *((HEADS,) if printer.wide else ()), *(printer.pad(size) for size in x.statics))
     count = max(1, min(256, COMBINED // max(x.elements, 1)))
     count = 1 << count.bit_length() - 1
     end = f"(width + PAGES_{stage} - 1) // PAGES_{stage}" if until == "chunks" else "chunk"

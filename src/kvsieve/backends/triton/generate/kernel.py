@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -34,16 +34,14 @@ if start >= width:
     return
 place = tl.load(requests_ptr + request)
 page = start + tl.arange(0, PAGES)
-valid = page < width
-head = {head}.to(tl.int64)"""
+valid = page < width"""
 
 _SUMMARY_PROLOGUE = """\
 chunk = tl.program_id(0) // {groups}
 page = chunk * PAGES + tl.arange(0, PAGES)
 valid = page < count
 block = tl.load(blocks_ptr + page, mask=valid, other=0)
-valid = valid & (block != 0)  # the null block is nobody's
-head = {head}.to(tl.int64)"""
+valid = valid & (block != 0)  # the null block is nobody's"""
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,23 @@ class Kernel:
     largest: int
     fixed: int
     dots: int
+    exact: bool
+    """Whether no field that it reads is padded in a tile."""
+
+    @property
+    def loops(self) -> bool:
+        """Whether a program goes over several heads, one after another."""
+        return self.dots > 0
+
+
+@dataclass(frozen=True)
+class Form:
+    """How values are laid out: ``wide``, all heads of a page in one tile; ``dot``, contractions on tensor cores, with
+    axes of some sizes padded further than to a power of two (``pads``)."""
+
+    wide: bool = False
+    dot: frozenset[int] = frozenset()
+    pads: Mapping[int, int] = field(default_factory=dict)
 
 
 def print_stage(
@@ -66,46 +81,63 @@ def print_stage(
     number: int,
     scratch: Mapping[object, Scratch],
     states: Collection[str],
-    wide: bool,
+    form: Form,
     summaries: bool = False,
 ) -> Kernel:
     """The kernel of stage ``number``."""
-    printer = Printer(plan, number, wide, frozenset(states), dict(scratch), summaries=summaries)
+    printer = Printer(
+        plan, number, form.wide, frozenset(states), dict(scratch), summaries=summaries, dot=form.dot, pads=form.pads
+    )
     for one in ("blocks_ptr",) if summaries else ("widths_ptr", "requests_ptr"):
         printer.arguments.add(one, "input")
-    groups = "1" if wide else "heads"
-    head = "tl.arange(0, HEADS)" if wide else "(tl.program_id(0) % heads)"
     stage = plan.stages[number]
     for partial in stage.partials:
         for component, tile in zip(partial.components, folds.found(printer, partial), strict=True):
             _store_partial(printer, scratch[partial, component], tile)
     for op in stage.stored:
-        _store(printer, op, scratch[id(op)].name, "scratch", f"{printer.segment(_rank(printer, op))} * width_bound", "page")
+        base = f"{printer.segment(_rank(printer, op))} * width_bound"
+        _store(printer, op, scratch[id(op)].name, "scratch", base, "page")
     for output, op in stage.outputs.items():
         _store_output(printer, output, op, summaries)
-    prologue = (_SUMMARY_PROLOGUE if summaries else _PROLOGUE).format(groups=groups, head=head)
-    arguments = tuple(printer.arguments.listed.values())
-    body = [*prologue.splitlines(), *printer.fixed_lines, *printer.page_lines]
-    return Kernel(
+    kernel = Kernel(
         name,
-        _function(name, arguments, body),
-        arguments,
+        "",
+        tuple(printer.arguments.listed.values()),
         printer.arguments.constants,
-        wide,
+        form.wide,
         printer.largest,
         printer.fixed,
-        0,
+        printer.dots,
+        printer.exact,
     )
+    return replace(kernel, source=_function(kernel, _body(kernel, printer, summaries)))
 
 
-def _function(name: str, arguments: tuple[Argument, ...], body: list[str]) -> str:
+def _body(kernel: Kernel, printer: Printer, summaries: bool) -> list[str]:
+    """All lines: places, then for each head what does not vary over pages, and what does."""
+    groups = "1" if kernel.wide else "(heads // EACH)" if kernel.loops else "heads"
+    lines = (_SUMMARY_PROLOGUE if summaries else _PROLOGUE).format(groups=groups).splitlines()
+    lines += printer.vector_lines
+    per_head = [*printer.fixed_lines, *printer.page_lines]
+    if kernel.wide:
+        return [*lines, "head = tl.arange(0, HEADS).to(tl.int64)", *per_head]
+    if not kernel.loops:
+        return [*lines, "head = (tl.program_id(0) % heads).to(tl.int64)", *per_head]
+    first = f"(tl.program_id(0) % {groups}) * EACH + number"
+    body = [f"head = ({first}).to(tl.int64)", *per_head]
+    return [*lines, "for number in tl.range(0, EACH):", *(f"    {line}" for line in body)]
+
+
+def _function(kernel: Kernel, body: list[str]) -> str:
+    arguments = kernel.arguments
     plain = [one.name for one in arguments if one.source != "pages"]
     plain += ["count"] if "blocks_ptr" in plain else ["width_bound", "sink", "page_size"]
     constants = [f"{one.name}: tl.constexpr" for one in arguments if one.source == "pages"]
     constants += ["PAGES: tl.constexpr", "HEADS: tl.constexpr"]
+    constants += ["EACH: tl.constexpr", "DOT: tl.constexpr"] if kernel.loops else []
     parameters = "".join(f"    {one},\n" for one in [*plain, "heads", *constants])
     lines = "\n".join(f"    {line}" for line in body)
-    return f"@triton.jit\ndef {name}(\n{parameters}):\n{lines}\n"
+    return f"@triton.jit\ndef {kernel.name}(\n{parameters}):\n{lines}\n"
 
 
 def _rank(printer: Printer, op: Op) -> int:

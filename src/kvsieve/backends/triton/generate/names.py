@@ -10,7 +10,7 @@ from kvsieve.backends.triton.generate.ir import Op
 
 RESERVED = frozenset(
     "tl f triton page pages valid block row head heads request place chunk chunks width width_bound length sink "
-    "page_size start program groups group mass_scale blocks_ptr count PAGES HEADS EACH DOT".split()
+    "page_size start program groups group mass_scale blocks_ptr count number first PAGES HEADS EACH DOT".split()
 )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from kvsieve.backends.triton.generate import folds, views
+from kvsieve.backends.triton.generate import dots, folds, views
 from kvsieve.backends.triton.generate.arguments import Arguments, Scratch
 from kvsieve.backends.triton.generate.ir import TRITON_TYPES, Op
 from kvsieve.backends.triton.generate.names import Names
@@ -49,12 +49,21 @@ class Printer:
     largest: int = 1
     fixed: int = 1
     summaries: bool = False
+    dot: frozenset[int] = frozenset()
+    pads: Mapping[int, int] = field(default_factory=dict)
+    dots: int = 0
+    exact: bool = True
+    vector_lines: list[str] = field(default_factory=list)
     combined: dict[tuple[Partial, str], list[Tile]] = field(default_factory=dict)
     _tiles: dict[tuple[int, int], Tile] = field(default_factory=dict)
     _vectors: dict[str, str] = field(default_factory=dict)
     _line: dict[bool, str] = field(default_factory=lambda: {True: "", False: ""})
 
     # Places
+
+    def pad(self, size: int) -> int:
+        """The size of an axis in a tile."""
+        return max(padded(size), self.pads.get(size, 1))
 
     @property
     def lead(self) -> int:
@@ -85,7 +94,7 @@ class Printer:
     def vector(self, name: str, text: str) -> str:
         """A vector over pages, or a number of the request, made once."""
         if name not in self._vectors:
-            self.lines(name not in ("length", "mass_scale")).append(f"{name} = {text}")
+            self.vector_lines.append(f"{name} = {text}")
             self._vectors[name] = name
         return name
 
@@ -131,7 +140,10 @@ class Printer:
         if op.kind == "count":
             return Tile("width.to(tl.float32)", None)
         if op.kind == "iota":
-            return Tile(f"tl.arange(0, {padded(op.data)}){axis_index(self.lead, self.lead + 1)}", self.ones([padded(op.data)]))
+            return Tile(
+                f"tl.arange(0, {self.pad(op.data)}){axis_index(self.lead, self.lead + 1)}",
+                self.ones([self.pad(op.data)]),
+            )
         made = getattr(self, f"_{op.kind}")(op, shift)
         return self.named(op, made) if isinstance(made, Tile) else self.named(op, Tile(*made))
 
@@ -148,7 +160,9 @@ class Printer:
 
     def assign(self, name: str, tile: Tile, comment: str = "", of_chunk: bool = False) -> Tile:
         assert tile.dims is not None
-        self.lines(of_chunk or PAGES in tile.dims).append(f"{name} = {tile.text}" + (f"  # {comment}" if comment else ""))
+        self.lines(of_chunk or PAGES in tile.dims).append(
+            f"{name} = {tile.text}" + (f"  # {comment}" if comment else "")
+        )
         self.count(tile.dims)
         return Tile(name, tile.dims)
 
@@ -163,7 +177,7 @@ class Printer:
     def solid(self, op: Op, shift: int = 0, paged: bool = False) -> Tile:
         """The value with all static axes (and pages and heads, if ``paged``) at full size."""
         tile = self.value(op, shift)
-        wanted = self.ones([padded(size) for size in op.statics])
+        wanted = self.ones([self.pad(size) for size in op.statics])
         if paged:
             wanted = (PAGES, *((HEADS,) if self.wide else ()), *wanted[self.lead :])
         if tile.dims is None:
@@ -198,14 +212,16 @@ class Printer:
         for axis in reversed(range(len(statics))):
             size = statics[axis]
             if size > 1:
-                index = f"tl.arange(0, {padded(size)}){axis_index(rank - len(statics) + axis, rank)}"
+                index = f"tl.arange(0, {self.pad(size)}){axis_index(rank - len(statics) + axis, rank)}"
                 offsets.insert(0, index if stride == 1 else f"{index} * {stride}")
-                if padded(size) != size:
+                if self.pad(size) != size:
                     masks.insert(0, f"({index} < {size})")
             stride *= size
         return " + ".join(offsets), " & ".join(masks)
 
-    def _load(self, pointer: str, places: Sequence[str], masks: Sequence[str], statics: Sequence[int], rank: int) -> str:
+    def _load(
+        self, pointer: str, places: Sequence[str], masks: Sequence[str], statics: Sequence[int], rank: int
+    ) -> str:
         offsets, mask = self.inner(statics, rank)
         where = " + ".join(part for part in (pointer, *places, offsets) if part)
         cut = " & ".join(part for part in (*masks, mask) if part)
@@ -216,29 +232,47 @@ class Printer:
         valid = self.shifted(shift)[1]
         place = "block" if self.summaries else self.row(shift) if name in self.states else self.block(shift)
         pointer = self.arguments.add(f"{name}_ptr", "field", name)
+        self.exact &= all(self.pad(size) == size for size in op.statics)
+        if self.wide:
+            return self._row_of_heads(op, pointer, place, valid)
         places = (
             f"{self.head(rank)} * {self.arguments.add(f'{name}_head', 'field_head', name)}",
             f"{self.page(rank, place)} * {self.arguments.add(f'{name}_page', 'field_page', name)}",
         )
         text = self._load(pointer, places, (self.page(rank, valid),), op.statics, rank)
         text += f".to({TRITON_TYPES[op.dtype]})"
-        if name in MASS_FIELDS:
-            self.vector("mass_scale", f"tl.load({self.arguments.add('mass_scale_ptr', 'input')} + request)")
-            text += " * mass_scale"
-        return Tile(text, (PAGES, *((HEADS,) if self.wide else ()), *(padded(size) for size in op.statics)))
+        text += " * mass_scale" if self._scaled(op) else ""
+        return Tile(text, (PAGES, *((HEADS,) if self.wide else ()), *(self.pad(size) for size in op.statics)))
+
+    def _row_of_heads(self, op: Op, pointer: str, place: str, valid: str) -> Tile:
+        """All heads of a page, which lie side by side, as one row."""
+        dims = (PAGES, HEADS, *op.statics)
+        stride = self.arguments.add(f"{op.data}_page", "field_page", op.data)
+        row = f"HEADS * {op.elements}" if op.elements > 1 else "HEADS"
+        where = f"{pointer} + {self.page(2, place)} * {stride} + tl.arange(0, {row})[None, :]"
+        text = f"tl.load({where}, mask={self.page(2, valid)}, other=0).to({TRITON_TYPES[op.dtype]})"
+        text = text if len(dims) == 2 else f"tl.reshape({text}, {shape_text(dims)})"
+        return Tile(f"{text} * mass_scale" if self._scaled(op) else text, dims)
+
+    def _scaled(self, op: Op) -> bool:
+        """Whether a field is stored in units of its own; then the unit is loaded."""
+        if op.data not in MASS_FIELDS:
+            return False
+        self.vector("mass_scale", f"tl.load({self.arguments.add('mass_scale_ptr', 'input')} + request)")
+        return True
 
     def _query(self, op: Op, shift: int) -> Tile:
         rank = self.lead + 2
         group, width = op.statics
-        g = f"tl.arange(0, {padded(group)}){axis_index(rank - 2, rank)}"
-        d = f"tl.arange(0, {padded(width)}){axis_index(rank - 1, rank)}"
+        g = f"tl.arange(0, {self.pad(group)}){axis_index(rank - 2, rank)}"
+        d = f"tl.arange(0, {self.pad(width)}){axis_index(rank - 1, rank)}"
         for name in ("q_request", "q_head", "q_group"):
             self.arguments.add(name, "input")
-        masks = [f"({g} < {group})"] * (padded(group) != group) + [f"({d} < {width})"] * (padded(width) != width)
+        masks = [f"({g} < {group})"] * (self.pad(group) != group) + [f"({d} < {width})"] * (self.pad(width) != width)
         where = f"{self.arguments.add('q_ptr', 'input')} + request * q_request + {self.head(rank)} * q_head"
         mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
         text = f"tl.load({where} + {g} * q_group + {d}{mask}).to(tl.float32)"
-        return Tile(text, (1, *((HEADS,) if self.wide else ()), padded(group), padded(width)))
+        return Tile(text, (1, *((HEADS,) if self.wide else ()), self.pad(group), self.pad(width)))
 
     def _constant(self, op: Op, shift: int) -> Tile:
         rank = self.lead + len(op.statics)
@@ -246,7 +280,7 @@ class Printer:
         pointer = self.arguments.constant(op, name)
         zero = f"tl.zeros({shape_text((1,) * rank)}, tl.int32)"
         text = self._load(f"{pointer} + {zero}", (), (), op.statics, rank)
-        return Tile(f"{text}.to({TRITON_TYPES[op.dtype]})", self.ones([padded(size) for size in op.statics]))
+        return Tile(f"{text}.to({TRITON_TYPES[op.dtype]})", self.ones([self.pad(size) for size in op.statics]))
 
     def _position(self, op: Op, shift: int) -> Tile:
         page = self.page(self.lead, self.shifted(shift)[0])
@@ -301,9 +335,9 @@ class Printer:
         """The tile with ``other`` where padded along static axes."""
         rank = self.lead + len(statics)
         cuts = [
-            f"(tl.arange(0, {padded(statics[axis])}){axis_index(self.lead + axis, rank)} < {statics[axis]})"
+            f"(tl.arange(0, {self.pad(statics[axis])}){axis_index(self.lead + axis, rank)} < {statics[axis]})"
             for axis in axes
-            if padded(statics[axis]) != statics[axis]
+            if self.pad(statics[axis]) != statics[axis]
         ]
         return f"tl.where({' & '.join(cuts)}, {tile.text}, {other})" if cuts else tile.text
 
@@ -329,7 +363,7 @@ class Printer:
         return Tile(f"{SCANS[kind]}({tile.text}, {self.lead + x.static_axis(axis)})", tile.dims)
 
     def _contract(self, op: Op, shift: int) -> Tile:
-        return views.contracted(self, op, shift)
+        return dots.printed(self, op, shift) if id(op) in self.dot else views.contracted(self, op, shift)
 
     # Over pages
 
@@ -347,7 +381,7 @@ class Printer:
         place = f"({self.segment(rank)} * width_bound + {self.page(rank, page)}) * {op.elements}"
         text = self._load(f"{scratch.name}_ptr", (place,), (self.page(rank, valid),), op.statics, rank)
         text += f".to({TRITON_TYPES[op.dtype]})" if op.dtype is torch.bool else ""
-        tile = Tile(text, (PAGES, *((HEADS,) if self.wide else ()), *(padded(size) for size in op.statics)))
+        tile = Tile(text, (PAGES, *((HEADS,) if self.wide else ()), *(self.pad(size) for size in op.statics)))
         return self.named(op, tile, scratch.name)
 
     def _fold(self, op: Op, shift: int) -> Tile:

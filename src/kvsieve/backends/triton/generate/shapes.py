@@ -180,7 +180,10 @@ def _placed(b: Builder, x: Op, source: Op, flat: Op, rest: list[int], axes: list
         source = b.permute(source, front)
     elif lead:
         source = b.unsqueeze(source, 0)
-    index = b.regroup(flat, (*lead, *(1,) * len(statics), count) if page is not None else (*(1,) * len(lead), *(1,) * len(statics), count))
+    index = b.regroup(
+        flat,
+        (*lead, *(1,) * len(statics), count) if page is not None else (*(1,) * len(lead), *(1,) * len(statics), count),
+    )
     out = b.gather(source, len(lead) + len(statics), index)  # [W?, *statics, count]
     inner = tuple(size for size in picked if size is not None)
     out = b.regroup(out, (*lead, *statics, *inner))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvsieve.backends.triton.generate.ir import Op
-from kvsieve.backends.triton.generate.tile import PAGES, Dim, Tile, axis_index, joined, padded, reshaped, shape_text
+from kvsieve.backends.triton.generate.tile import PAGES, Dim, Tile, axis_index, joined, reshaped, shape_text
 
 if TYPE_CHECKING:
     from kvsieve.backends.triton.generate.printer import Printer
@@ -18,14 +18,14 @@ def regrouped(printer: Printer, op: Op, tile: Tile) -> Tile:
     (x,) = op.operands
     assert tile.dims is not None
     old, new, lead = x.statics, op.statics, tile.dims[: printer.lead]
-    wanted = (*lead, *(padded(size) for size in new))
-    if all(padded(size) == size for size in (*old, *new)):
+    wanted = (*lead, *(printer.pad(size) for size in new))
+    if all(printer.pad(size) == size for size in (*old, *new)):
         return Tile(f"tl.reshape({tile.text}, {shape_text(wanted)})", wanted)
-    total, target = (math.prod(map(padded, sizes)) for sizes in (old, new))
+    total, target = (math.prod(map(printer.pad, sizes)) for sizes in (old, new))
     flat = printer.assign(
         printer.names.new("flat"), Tile(f"tl.reshape({tile.text}, {shape_text((*lead, total))})", (*lead, total))
     )
-    index = _places(f"tl.arange(0, {target})", new, old)
+    index = _places(printer, f"tl.arange(0, {target})", new, old)
     name = printer.names.new("places")
     printer.lines(PAGES in lead).append(f"{name} = {index}")
     rank = printer.lead + 1
@@ -35,22 +35,22 @@ def regrouped(printer: Printer, op: Op, tile: Tile) -> Tile:
     return Tile(f"tl.reshape({picked}, {shape_text(wanted)})", wanted)
 
 
-def _places(index: str, new: Sequence[int], old: Sequence[int]) -> str:
+def _places(printer: Printer, index: str, new: Sequence[int], old: Sequence[int]) -> str:
     """From places among the padded new axes to places among the padded old ones, 0 for padding."""
     parts, stride, below = [], 1, 1
     for size in reversed(new):
-        part = f"({index} // {below}) % {padded(size)}" if below > 1 else f"{index} % {padded(size)}"
-        part = f"tl.minimum({part}, {size - 1})" if padded(size) != size else f"({part})"
+        part = f"({index} // {below}) % {printer.pad(size)}" if below > 1 else f"{index} % {printer.pad(size)}"
+        part = f"tl.minimum({part}, {size - 1})" if printer.pad(size) != size else f"({part})"
         if size > 1:
             parts.append(part if stride == 1 else f"{part} * {stride}")
-        stride, below = stride * size, below * padded(size)
+        stride, below = stride * size, below * printer.pad(size)
     row = "(" + " + ".join(parts or ["0"]) + ")"
     places, stride, below = [], 1, 1
     for size in reversed(old):
         if size > 1:
             place = f"({row} // {below}) % {size}" if below > 1 else f"{row} % {size}"
             places.append(f"({place}) * {stride}" if stride > 1 else f"({place})")
-        stride, below = stride * padded(size), below * size
+        stride, below = stride * printer.pad(size), below * size
     return " + ".join(places or [f"{index} * 0"])
 
 
@@ -100,7 +100,9 @@ def contracted(printer: Printer, op: Op, shift: int) -> Tile:
         return Tile(text, known)
     statics = [sizes[letter] or 1 for letter in order]
     printer.count(known)
-    wanted = printer.ones([padded(size) if letter in summed else 1 for letter, size in zip(order, statics, strict=True)])
+    wanted = printer.ones(
+        [printer.pad(size) if letter in summed else 1 for letter, size in zip(order, statics, strict=True)]
+    )
     dims = joined(known, wanted)
     if dims != known:
         text = f"tl.broadcast_to({text}, {shape_text(dims)})"
