@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from kvsieve.backends.triton.generate.ir import Op
-from kvsieve.backends.triton.generate.program import Generated
+from kvsieve.backends.triton.generate.program import Generated, Variant
 from kvsieve.backends.triton.generate.table import ROWS
 from kvsieve.backends.triton.generate.translate import Translated, translate
 from kvsieve.backends.triton.launch import INTERPRETED
@@ -55,7 +55,7 @@ def run_case(expression: str) -> None:
     torch.manual_seed(1)
     graph = traced(expression)
     result = by_page(translate(Flow(), "score", graph))
-    program = Generated("case score", {"out": result}, {"out": None}, False)
+    program = Generated("case score", {"out": result}, {"out": None})
     segments = [[inputs(width) for _ in range(HEADS)] for width in WIDTHS]
     total = sum(WIDTHS)
     places = torch.randperm(total + 2)[:total] + 1
@@ -69,7 +69,7 @@ def run_case(expression: str) -> None:
         first += width
     call_inputs = window_inputs(table_of, torch.stack([torch.stack([one["q"] for one in row]) for row in segments]))
     pool: Any = SimpleNamespace(k=out, v=out, summaries=fields, state={"out": out})
-    program.launch(HEADS, len(WIDTHS), max(WIDTHS), call_inputs, pool)
+    program.launch(Variant(HEADS, False, False), len(WIDTHS), max(WIDTHS), call_inputs, pool)
     shape = graph.shape_of(graph.outputs["out"])
     for place, width in enumerate(WIDTHS):
         for head in range(HEADS if width else 0):
@@ -93,6 +93,13 @@ def window_inputs(table_of: torch.Tensor, q: torch.Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("row", "expression"), CASES)
+QUICK = 6
+"""Every so many cases are run in the quick suite."""
+
+
+@pytest.mark.parametrize(
+    ("row", "expression"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (number % QUICK > 0)) for number, case in enumerate(CASES)],
+)
 def test_row(row: str, expression: str) -> None:
     run_case(expression)

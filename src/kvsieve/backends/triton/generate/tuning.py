@@ -11,7 +11,7 @@ TILE = 16384
 """Elements of the largest tile of a kernel."""
 WIDE = 4096
 """Elements per page up to which all heads of a page are one row of a tile."""
-MOST = 1 << 17
+MOST = 1 << 18
 """Elements of one page (or of what does not vary over pages) above which nothing is generated."""
 MOST_PAGES = 1024
 DOT_TILE, DOT_WARPS, DOT_HEADS = 4096, 2, 2
