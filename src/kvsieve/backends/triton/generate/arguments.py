@@ -22,7 +22,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Memory between stages, for each segment: a ``shape`` of ``dtype`` per page, or per chunk of pages of ``stage``."""
+    """Memory between stages: for each page, or chunk of pages of ``stage``, of a segment, a ``shape`` of ``dtype``."""
 
     name: str
     dtype: torch.dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -266,7 +267,7 @@ def _copied(call: Call) -> Op:
 def _created(call: Call) -> Op:
     b, fills = call.builder, {"zeros": 0, "ones": 1}
     kind = call.name.removeprefix("new_").removesuffix("_like")
-    number = fills[kind] if kind in fills else call.arguments.get("fill_value", call.arguments.get("s"))
+    number: Any = fills[kind] if kind in fills else call.arguments.get("fill_value", call.arguments.get("s"))
     if isinstance(number, torch.fx.Node):
         raise call.refuse("a computed fill value")
     return b.expand(b.regroup(b.number(number, call.dtype), (1,) * len(call.shape)), call.shape)
@@ -309,7 +310,7 @@ def rows() -> dict[str, Row]:
     table["bitwise_not"] = Row(_text("(~{0})", "self"), "(~{0})", EXACT)
     copies = ("to", "_to_copy", "type_as", "clone", "contiguous", "detach", "detach_", "alias", "lift_fresh_copy")
     table |= {name: Row(_copied, "a cast, or nothing", "u where an integer is cast") for name in (*copies, "dropout")}
-    made = ("full", "zeros", "ones", "new_full", "new_zeros", "new_ones", "scalar_tensor")
+    made: tuple[str, ...] = ("full", "zeros", "ones", "new_full", "new_zeros", "new_ones", "scalar_tensor")
     made = (*made, "full_like", "zeros_like", "ones_like")
     table |= {name: Row(_created, "a number", EXACT) for name in made}
     table["arange"] = Row(_arange, "tl.arange", EXACT)

@@ -5,14 +5,13 @@ in ``tl``, good to a few units in the last place.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: SIM108
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-INTERPRETED = triton.knobs.runtime.interpret
+from kvsieve.backends.triton.launch import INTERPRETED
 
 # Reductions and scans
 

@@ -23,9 +23,11 @@ import triton
 import triton.language as tl
 
 from kvsieve.backends.triton.generate import functions as f
+from kvsieve.backends.triton.launch import let_next_start, wait_for_inputs
 '''
 
 _PROLOGUE = """\
+wait_for_inputs(PDL)
 request = tl.program_id(1).to(tl.int64)
 chunk = tl.program_id(0) // {groups}
 start = chunk * PAGES
@@ -37,6 +39,7 @@ page = start + tl.arange(0, PAGES)
 valid = page < width"""
 
 _SUMMARY_PROLOGUE = """\
+wait_for_inputs(PDL)
 chunk = tl.program_id(0) // {groups}
 page = chunk * PAGES + tl.arange(0, PAGES)
 valid = page < count
@@ -118,14 +121,14 @@ def _body(kernel: Kernel, printer: Printer, summaries: bool) -> list[str]:
     groups = "1" if kernel.wide else "(heads // EACH)" if kernel.loops else "heads"
     lines = (_SUMMARY_PROLOGUE if summaries else _PROLOGUE).format(groups=groups).splitlines()
     lines += printer.vector_lines
-    per_head = [*printer.fixed_lines, *printer.page_lines]
+    per_head, end = [*printer.fixed_lines, *printer.page_lines], "let_next_start(PDL)"
     if kernel.wide:
-        return [*lines, "head = tl.arange(0, HEADS).to(tl.int64)", *per_head]
+        return [*lines, "head = tl.arange(0, HEADS).to(tl.int64)", *per_head, end]
     if not kernel.loops:
-        return [*lines, "head = (tl.program_id(0) % heads).to(tl.int64)", *per_head]
+        return [*lines, "head = (tl.program_id(0) % heads).to(tl.int64)", *per_head, end]
     first = f"(tl.program_id(0) % {groups}) * EACH + number"
     body = [f"head = ({first}).to(tl.int64)", *per_head]
-    return [*lines, "for number in tl.range(0, EACH):", *(f"    {line}" for line in body)]
+    return [*lines, "for number in tl.range(0, EACH):", *(f"    {line}" for line in body), end]
 
 
 def _function(kernel: Kernel, body: list[str]) -> str:
@@ -135,6 +138,7 @@ def _function(kernel: Kernel, body: list[str]) -> str:
     constants = [f"{one.name}: tl.constexpr" for one in arguments if one.source == "pages"]
     constants += ["PAGES: tl.constexpr", "HEADS: tl.constexpr"]
     constants += ["EACH: tl.constexpr", "DOT: tl.constexpr"] if kernel.loops else []
+    constants += ["PDL: tl.constexpr"]
     parameters = "".join(f"    {one},\n" for one in [*plain, "heads", *constants])
     lines = "\n".join(f"    {line}" for line in body)
     return f"@triton.jit\ndef {kernel.name}(\n{parameters}):\n{lines}\n"

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 
 from kvsieve.backends.triton.generate.ir import Op
 
-RESERVED = frozenset(
+_RESERVED = (
     "tl f triton page pages valid block row head heads request place chunk chunks width width_bound length sink "
-    "page_size start program groups group mass_scale blocks_ptr count number first PAGES HEADS EACH DOT".split()
+    "page_size start program groups group mass_scale blocks_ptr count number first PAGES HEADS EACH DOT PDL "
+    "wait_for_inputs let_next_start"
 )
+RESERVED = frozenset(_RESERVED.split())
 
 
 @dataclass

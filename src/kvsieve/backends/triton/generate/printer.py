@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvsieve.backends.triton.generate import dots, folds, views
+from kvsieve.backends.triton.generate import dots, fields, folds, views
 from kvsieve.backends.triton.generate.arguments import Arguments, Scratch
 from kvsieve.backends.triton.generate.ir import TRITON_TYPES, Op
 from kvsieve.backends.triton.generate.names import Names
@@ -26,7 +26,6 @@ from kvsieve.backends.triton.generate.tile import (
     reshaped,
     shape_text,
 )
-from kvsieve.mass import FIELDS as MASS_FIELDS
 from kvsieve.ops import show
 
 
@@ -130,7 +129,7 @@ class Printer:
         """The tile of an op, ``shift`` pages further on."""
         key = id(op), shift if op.paged else 0
         if key not in self._tiles:
-            tile = self._load_stored(op, shift) if self.plan.loads(op, self.stage) else self._make(op, shift)
+            tile = fields.stored(self, op, shift) if self.plan.loads(op, self.stage) else self._make(op, shift)
             self._tiles[key] = tile
         return self._tiles[key]
 
@@ -144,8 +143,10 @@ class Printer:
                 f"tl.arange(0, {self.pad(op.data)}){axis_index(self.lead, self.lead + 1)}",
                 self.ones([self.pad(op.data)]),
             )
-        made = getattr(self, f"_{op.kind}")(op, shift)
-        return self.named(op, made) if isinstance(made, Tile) else self.named(op, Tile(*made))
+        if op.kind in fields.LEAVES:
+            return self.named(op, fields.LEAVES[op.kind](self, op, shift))
+        made: Tile = getattr(self, f"_{op.kind}")(op, shift)
+        return self.named(op, made)
 
     def named(self, op: Op, tile: Tile, base: str = "", of_chunk: bool = False) -> Tile:
         """The tile under a name of its own, unless it has one; ``of_chunk``: made from this chunk's pages."""
@@ -208,7 +209,9 @@ class Printer:
 
     def inner(self, statics: Sequence[int], rank: int) -> tuple[str, str]:
         """Offsets and mask of the contiguous axes of a field."""
-        offsets, masks, stride = [], [], 1
+        offsets: list[str] = []
+        masks: list[str] = []
+        stride = 1
         for axis in reversed(range(len(statics))):
             size = statics[axis]
             if size > 1:
@@ -218,78 +221,6 @@ class Printer:
                     masks.insert(0, f"({index} < {size})")
             stride *= size
         return " + ".join(offsets), " & ".join(masks)
-
-    def _load(
-        self, pointer: str, places: Sequence[str], masks: Sequence[str], statics: Sequence[int], rank: int
-    ) -> str:
-        offsets, mask = self.inner(statics, rank)
-        where = " + ".join(part for part in (pointer, *places, offsets) if part)
-        cut = " & ".join(part for part in (*masks, mask) if part)
-        return f"tl.load({where}, mask={cut}, other=0)" if cut else f"tl.load({where})"
-
-    def _field(self, op: Op, shift: int) -> Tile:
-        name, rank = op.data, self.lead + len(op.statics)
-        valid = self.shifted(shift)[1]
-        place = "block" if self.summaries else self.row(shift) if name in self.states else self.block(shift)
-        pointer = self.arguments.add(f"{name}_ptr", "field", name)
-        self.exact &= all(self.pad(size) == size for size in op.statics)
-        if self.wide:
-            return self._row_of_heads(op, pointer, place, valid)
-        places = (
-            f"{self.head(rank)} * {self.arguments.add(f'{name}_head', 'field_head', name)}",
-            f"{self.page(rank, place)} * {self.arguments.add(f'{name}_page', 'field_page', name)}",
-        )
-        text = self._load(pointer, places, (self.page(rank, valid),), op.statics, rank)
-        text += f".to({TRITON_TYPES[op.dtype]})"
-        text += " * mass_scale" if self._scaled(op) else ""
-        return Tile(text, (PAGES, *((HEADS,) if self.wide else ()), *(self.pad(size) for size in op.statics)))
-
-    def _row_of_heads(self, op: Op, pointer: str, place: str, valid: str) -> Tile:
-        """All heads of a page, which lie side by side, as one row."""
-        dims = (PAGES, HEADS, *op.statics)
-        stride = self.arguments.add(f"{op.data}_page", "field_page", op.data)
-        row = f"HEADS * {op.elements}" if op.elements > 1 else "HEADS"
-        where = f"{pointer} + {self.page(2, place)} * {stride} + tl.arange(0, {row})[None, :]"
-        text = f"tl.load({where}, mask={self.page(2, valid)}, other=0).to({TRITON_TYPES[op.dtype]})"
-        text = text if len(dims) == 2 else f"tl.reshape({text}, {shape_text(dims)})"
-        return Tile(f"{text} * mass_scale" if self._scaled(op) else text, dims)
-
-    def _scaled(self, op: Op) -> bool:
-        """Whether a field is stored in units of its own; then the unit is loaded."""
-        if op.data not in MASS_FIELDS:
-            return False
-        self.vector("mass_scale", f"tl.load({self.arguments.add('mass_scale_ptr', 'input')} + request)")
-        return True
-
-    def _query(self, op: Op, shift: int) -> Tile:
-        rank = self.lead + 2
-        group, width = op.statics
-        g = f"tl.arange(0, {self.pad(group)}){axis_index(rank - 2, rank)}"
-        d = f"tl.arange(0, {self.pad(width)}){axis_index(rank - 1, rank)}"
-        for name in ("q_request", "q_head", "q_group"):
-            self.arguments.add(name, "input")
-        masks = [f"({g} < {group})"] * (self.pad(group) != group) + [f"({d} < {width})"] * (self.pad(width) != width)
-        where = f"{self.arguments.add('q_ptr', 'input')} + request * q_request + {self.head(rank)} * q_head"
-        mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
-        text = f"tl.load({where} + {g} * q_group + {d}{mask}).to(tl.float32)"
-        return Tile(text, (1, *((HEADS,) if self.wide else ()), self.pad(group), self.pad(width)))
-
-    def _constant(self, op: Op, shift: int) -> Tile:
-        rank = self.lead + len(op.statics)
-        name = self.names.kept(op, op.name or "constant")
-        pointer = self.arguments.constant(op, name)
-        zero = f"tl.zeros({shape_text((1,) * rank)}, tl.int32)"
-        text = self._load(f"{pointer} + {zero}", (), (), op.statics, rank)
-        return Tile(f"{text}.to({TRITON_TYPES[op.dtype]})", self.ones([self.pad(size) for size in op.statics]))
-
-    def _position(self, op: Op, shift: int) -> Tile:
-        page = self.page(self.lead, self.shifted(shift)[0])
-        return Tile(f"((sink + {page}) * page_size).to(tl.float32)", (PAGES, *self.ones()[1:]))
-
-    def _age(self, op: Op, shift: int) -> Tile:
-        self.vector("length", f"tl.load({self.arguments.add('lengths_ptr', 'input')} + place)")
-        page = self.page(self.lead, self.shifted(shift)[0])
-        return Tile(f"(length - (sink + {page} + 1) * page_size).to(tl.float32)", (PAGES, *self.ones()[1:]))
 
     # Within a page
 
@@ -374,19 +305,10 @@ class Printer:
         dims = (PAGES, *(tile.dims[1:] if tile.dims else self.ones()[1:]))
         return Tile(f"tl.where({self.valid(there, rank)}, {tile.text}, {literal(outside)})", dims)
 
-    def _load_stored(self, op: Op, shift: int) -> Tile:
-        scratch, rank = self.scratch[id(op)], self.lead + len(op.statics)
-        page, valid = self.shifted(shift)
-        self.arguments.add(f"{scratch.name}_ptr", "scratch", scratch.name)
-        place = f"({self.segment(rank)} * width_bound + {self.page(rank, page)}) * {op.elements}"
-        text = self._load(f"{scratch.name}_ptr", (place,), (self.page(rank, valid),), op.statics, rank)
-        text += f".to({TRITON_TYPES[op.dtype]})" if op.dtype is torch.bool else ""
-        tile = Tile(text, (PAGES, *((HEADS,) if self.wide else ()), *(self.pad(size) for size in op.statics)))
-        return self.named(op, tile, scratch.name)
-
     def _fold(self, op: Op, shift: int) -> Tile:
         kind, part = op.data
-        return folds.combined(self, Partial(kind, op.operands[0]), "chunks")[part]
+        tile: Tile = folds.combined(self, Partial(kind, op.operands[0]), "chunks")[part]
+        return tile
 
     def _running(self, op: Op, shift: int) -> Tile:
         return folds.continued(self, op, folds.combined(self, running_partial(op), "chunk"))

@@ -7,9 +7,10 @@ from string import ascii_letters
 import torch
 
 from kvsieve.backends.triton.generate.call import Call, Row
-from kvsieve.backends.triton.generate.ir import Builder, Op, Shape
+from kvsieve.backends.triton.generate.ir import Builder, Op
 from kvsieve.backends.triton.generate.reductions import INFINITY
 from kvsieve.backends.triton.generate.shapes import pick
+from kvsieve.ops import Shape
 from kvsieve.ops.contract import letters_of
 
 

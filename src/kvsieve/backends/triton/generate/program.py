@@ -13,8 +13,8 @@ import triton.language as tl
 
 from kvsieve.backends.triton.generate import dots
 from kvsieve.backends.triton.generate.arguments import Argument, Scratch
-from kvsieve.backends.triton.generate.ir import Op, walk
 from kvsieve.backends.triton.generate.errors import Refused
+from kvsieve.backends.triton.generate.ir import Op, walk
 from kvsieve.backends.triton.generate.kernel import HEAD, Form, Kernel, print_stage
 from kvsieve.backends.triton.generate.loader import load_source
 from kvsieve.backends.triton.generate.names import Names
@@ -23,7 +23,7 @@ from kvsieve.backends.triton.generate.stages import Plan
 from kvsieve.backends.triton.generate.translate import translate
 from kvsieve.backends.triton.generate.tuning import Tiling, is_wide, tiling
 from kvsieve.backends.triton.generate.window import ScoreWindow
-from kvsieve.backends.triton.launch import INTERPRETED
+from kvsieve.backends.triton.launch import INTERPRETED, dependent_launch
 from kvsieve.flow import flow_name
 from kvsieve.graph import FlowGraphs
 from kvsieve.paging.pool import LayerPool
@@ -140,7 +140,13 @@ class Generated:
             constants += [tile.each, dot_type(pool.k.dtype)] if kernel.loops else []
             grid = (chunks[number] * (1 if kernel.wide else heads // tile.each), requests)
             built.function(number)[grid](
-                *values, *shared, heads, *constants, num_warps=tile.warps, num_stages=tile.stages
+                *values,
+                *shared,
+                heads,
+                *constants,
+                **dependent_launch(pool.k.device),
+                num_warps=tile.warps,
+                num_stages=tile.stages,
             )
 
 

@@ -55,7 +55,7 @@ def _places(printer: Printer, index: str, new: Sequence[int], old: Sequence[int]
 
 
 def gathered(printer: Printer, op: Op, shift: int) -> Tile:
-    """tl.gather, the operands broadcast against each other; places are cut to the axis, since padding holds anything."""
+    """tl.gather of operands that broadcast; places are cut to the axis, since padding holds anything."""
     x, index = op.operands
     axis = printer.lead + op.static_axis(op.data)
     source, places = (printer.align(printer.solid(one, shift), one, op) for one in (x, index))
