@@ -61,7 +61,7 @@ class Einsum:
     over_pages = "kept in the output, never summed over"
 
     def check(self, view: NodeView) -> None:
-        inputs, output, nodes = _letters(view)
+        inputs, output, nodes = letters_of(view)
         for letters, node in zip(inputs, nodes, strict=True):
             axis = view.page_axis(node)
             if axis is not None and letters[axis] not in output:
@@ -69,7 +69,7 @@ class Einsum:
                 raise Refused(f"einsum {view.args()['equation']!r} of {shapes} sums over pages", REMEDY)
 
     def lower(self, view: NodeView, batch: Batch) -> Value:
-        inputs, output, nodes = _letters(view)
+        inputs, output, nodes = letters_of(view)
         values = [batch[node] for node in nodes]
         segment = next(letter for letter in ascii_letters if letter not in "".join(inputs) + output)
         terms = [segment + term if value.batched else term for term, value in zip(inputs, values, strict=True)]
@@ -95,7 +95,7 @@ def batched_matmul(batch: Batch, a: Value, b: Value) -> Proxy:
     return product
 
 
-def _letters(view: NodeView) -> tuple[list[str], str, list[fx.Node]]:
+def letters_of(view: NodeView) -> tuple[list[str], str, list[fx.Node]]:
     """Letters of each operand and of the output, ellipsis and implicit output spelled out, and the operands."""
     arguments = view.args()
     nodes = arguments["tensors"]

@@ -43,7 +43,7 @@ class Permute:
     def lower(self, view: NodeView, batch: Batch) -> Value:
         arguments = view.args()
         source = batch[arguments["self"]]
-        order = source.shifted(_order(view.name, source.rank, arguments))
+        order = source.shifted(axis_order(view.name, source.rank, arguments))
         proxy = torch.permute(source.proxy, (0, *order) if source.batched else order)
         return Value(proxy, view.shape, source.batched)
 
@@ -123,7 +123,7 @@ def _keeps_pages(source: Shape, target: Shape) -> bool:
     return before[0] == before[1]
 
 
-def _order(name: str, rank: int, arguments: dict[str, Any]) -> list[int]:
+def axis_order(name: str, rank: int, arguments: dict[str, Any]) -> list[int]:
     """The axes of the source in the order of the result."""
     if "dims" in arguments:
         return [axis % rank for axis in arguments["dims"]]

@@ -1,0 +1,51 @@
+"""Arguments of generated kernels: a name in the kernel, and where the launcher finds its value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from kvsieve.backends.triton.generate.ir import Op
+
+
+@dataclass(frozen=True)
+class Argument:
+    """``source``: ``field``, ``field_head``, ``field_page`` (strides), ``input`` (of the window or the call),
+    ``constant``, ``scratch``, ``chunks`` and ``pages`` (of a stage)."""
+
+    name: str
+    source: str
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Memory between stages: for each page, or chunk of pages of ``stage``, of a segment, a ``shape`` of ``dtype``."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    per_chunk: bool
+    stage: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass
+class Arguments:
+    """Collects what kernels take, each once."""
+
+    listed: dict[str, Argument] = field(default_factory=dict)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, source: str, key: str = "") -> str:
+        self.listed.setdefault(name, Argument(name, source, key or name))
+        return name
+
+    def constant(self, op: Op, name: str) -> str:
+        self.constants[name] = op.data
+        return self.add(f"{name}_ptr", "constant", name)

@@ -1,0 +1,92 @@
+"""Contractions through tensor cores: query rows against the pages' stored values, products exact, sums in float32."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from kvsieve.backends.triton.generate.ir import Op
+from kvsieve.backends.triton.generate.tile import PAGES, Dim, Tile, shape_text
+
+if TYPE_CHECKING:
+    from kvsieve.backends.triton.generate.printer import Printer
+
+ROWS = 16
+"""Rows of the smallest tensor-core tile."""
+FEWEST, MOST = 2, 64
+"""Query rows for which it pays."""
+SIGNS = ("f.maximum({0}, {1})", "f.minimum({0}, {1})")
+
+
+def keeps_values(op: Op) -> bool:
+    """Whether an op's values are stored ones (or zeros), so that the stored dtype holds them."""
+    if op.kind in ("regroup", "permute"):
+        return keeps_values(op.operands[0])
+    if op.kind == "map" and op.data in SIGNS:
+        x, number = op.operands
+        return keeps_values(x) and number.kind == "number" and number.data == 0
+    return op.kind in ("query", "field") and op.dtype.is_floating_point
+
+
+def suits(op: Op, own_dtypes: frozenset[str]) -> bool:
+    """Whether a contraction may run on tensor cores; ``own_dtypes`` are fields that are not stored in K's dtype."""
+    if op.kind != "contract":
+        return False
+    (a, x), (first, second, output) = op.operands, op.data
+    summed = [letter for letter in first if letter not in output]
+    rows = [letter for letter in first if letter in output]
+    if a.paged or not x.paged or len(summed) != 1 or len(rows) != 1 or summed[0] not in second or None in a.shape:
+        return False
+    if set(rows) & set(second) or any(letter not in output for letter in second if letter != summed[0]):
+        return False
+    width = a.shape[first.index(summed[0])] or 0
+    count = math.prod(a.shape[first.index(letter)] or 1 for letter in rows)
+    stored = not any(one.kind == "field" and one.data in own_dtypes for one in _sources(x))
+    return FEWEST <= count <= MOST and width >= ROWS and keeps_values(a) and keeps_values(x) and stored
+
+
+def rows(op: Op) -> int:
+    """Query rows of a contraction that suits."""
+    (a, _), (first, _, output) = op.operands, op.data
+    return next(size or 1 for letter, size in zip(first, a.shape, strict=True) if letter in output)
+
+
+def _sources(op: Op) -> list[Op]:
+    return [op] if not op.operands else [leaf for operand in op.operands for leaf in _sources(operand)]
+
+
+def printed(printer: Printer, op: Op, shift: int) -> Tile:
+    """``tl.dot`` of the rows, padded to 16, and the pages' values."""
+    (a, x), (first, second, output) = op.operands, op.data
+    summed = next(letter for letter in first if letter not in output)
+    page = next(letter for letter, size in zip(second, x.shape, strict=True) if size is None)
+    rows = [letter for letter in first if letter != summed]
+    columns = [letter for letter in second if letter not in (summed, page)]
+    sizes = {**dict(zip(first, a.shape, strict=True)), **dict(zip(second, x.shape, strict=True))}
+    pads = {letter: printer.pad(size) for letter, size in sizes.items() if size is not None}
+    left = _matrix(printer, a, first, [*rows, summed], shift, (math.prod(pads[one] for one in rows), pads[summed]))
+    held = math.prod(pads[one] for one in columns)
+    tall: Dim = f"PAGES * {held}" if held > 1 else PAGES
+    right = _matrix(printer, x, second.replace(page, ""), [*columns, summed], shift, (tall, pads[summed]))
+    printer.largest = max(printer.largest, held * pads[summed])
+    printer.dots += 1
+    text = f"tl.dot({left}.to(DOT), tl.trans({right}.to(DOT)))"
+    result = printer.assign(
+        printer.names.new("products"), Tile(f"tl.trans({text})", (tall, math.prod(pads[one] for one in rows))), "", True
+    )
+    apart: tuple[Dim, ...] = (PAGES, *(pads[one] for one in (*columns, *rows)))
+    text = result.text if len(apart) == 2 else f"tl.reshape({result.text}, {shape_text(apart)})"
+    order = [letter for letter in output if letter != page]
+    axes = [0, *(1 + [*columns, *rows].index(letter) for letter in order)]
+    if axes != sorted(axes):
+        text = f"tl.permute({text}, {shape_text(axes)})"
+    return Tile(text, tuple(apart[axis] for axis in axes))
+
+
+def _matrix(printer: Printer, x: Op, letters: str, order: list[str], shift: int, dims: tuple[Dim, Dim]) -> str:
+    """An operand as a matrix, its axes in order."""
+    tile = printer.solid(x, shift)
+    assert tile.dims is not None
+    axes = [0, *(1 + letters.index(letter) for letter in order)]
+    text = tile.text if axes == sorted(axes) else f"tl.permute({tile.text}, {shape_text(axes)})"
+    return text if tile.dims == dims and axes == sorted(axes) else f"tl.reshape({text}, {shape_text(dims)})"

@@ -1,0 +1,116 @@
+"""Leaves of a kernel: fields through the page table, queries, constants, places, and values of earlier stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvsieve.backends.triton.generate.ir import TRITON_TYPES, Op
+from kvsieve.backends.triton.generate.tile import HEADS, PAGES, Dim, Tile, axis_index, shape_text
+from kvsieve.mass import FIELDS as MASS_FIELDS
+
+if TYPE_CHECKING:
+    from kvsieve.backends.triton.generate.printer import Printer
+
+
+def _load(
+    printer: Printer, pointer: str, places: Sequence[str], masks: Sequence[str], statics: Sequence[int], rank: int
+) -> str:
+    offsets, mask = printer.inner(statics, rank)
+    where = " + ".join(part for part in (pointer, *places, offsets) if part)
+    cut = " & ".join(part for part in (*masks, mask) if part)
+    return f"tl.load({where}, mask={cut}, other=0)" if cut else f"tl.load({where})"
+
+
+def field(printer: Printer, op: Op, shift: int) -> Tile:
+    name, rank = op.data, printer.lead + len(op.statics)
+    valid = printer.shifted(shift)[1]
+    place = "block" if printer.summaries else printer.row(shift) if name in printer.states else printer.block(shift)
+    pointer = printer.arguments.add(f"{name}_ptr", "field", name)
+    printer.exact &= all(printer.pad(size) == size for size in op.statics)
+    if printer.wide:
+        return _row_of_heads(printer, op, pointer, place, valid)
+    places = (
+        f"{printer.head(rank)} * {printer.arguments.add(f'{name}_head', 'field_head', name)}",
+        f"{printer.page(rank, place)} * {printer.arguments.add(f'{name}_page', 'field_page', name)}",
+    )
+    text = _load(printer, pointer, places, (printer.page(rank, valid),), op.statics, rank)
+    text += f".to({TRITON_TYPES[op.dtype]})"
+    text += " * mass_scale" if _scaled(printer, op) else ""
+    return Tile(text, (PAGES, *((HEADS,) if printer.wide else ()), *(printer.pad(size) for size in op.statics)))
+
+
+def _row_of_heads(printer: Printer, op: Op, pointer: str, place: str, valid: str) -> Tile:
+    """All heads of a page, which lie side by side, as one row."""
+    dims: tuple[Dim, ...] = (PAGES, HEADS, *op.statics)
+    stride = printer.arguments.add(f"{op.data}_page", "field_page", op.data)
+    row = f"HEADS * {op.elements}" if op.elements > 1 else "HEADS"
+    where = f"{pointer} + {printer.page(2, place)} * {stride} + tl.arange(0, {row})[None, :]"
+    text = f"tl.load({where}, mask={printer.page(2, valid)}, other=0).to({TRITON_TYPES[op.dtype]})"
+    text = text if len(dims) == 2 else f"tl.reshape({text}, {shape_text(dims)})"
+    return Tile(f"{text} * mass_scale" if _scaled(printer, op) else text, dims)
+
+
+def _scaled(printer: Printer, op: Op) -> bool:
+    """Whether a field is stored in units of its own; then the unit is loaded."""
+    if op.data not in MASS_FIELDS:
+        return False
+    printer.vector("mass_scale", f"tl.load({printer.arguments.add('mass_scale_ptr', 'input')} + request)")
+    return True
+
+
+def query(printer: Printer, op: Op, shift: int) -> Tile:
+    rank = printer.lead + 2
+    group, width = op.statics
+    g = f"tl.arange(0, {printer.pad(group)}){axis_index(rank - 2, rank)}"
+    d = f"tl.arange(0, {printer.pad(width)}){axis_index(rank - 1, rank)}"
+    for name in ("q_request", "q_head", "q_group"):
+        printer.arguments.add(name, "input")
+    masks = [f"({g} < {group})"] * (printer.pad(group) != group) + [f"({d} < {width})"] * (printer.pad(width) != width)
+    where = f"{printer.arguments.add('q_ptr', 'input')} + request * q_request + {printer.head(rank)} * q_head"
+    mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
+    text = f"tl.load({where} + {g} * q_group + {d}{mask}).to(tl.float32)"
+    return Tile(text, (1, *((HEADS,) if printer.wide else ()), printer.pad(group), printer.pad(width)))
+
+
+def constant(printer: Printer, op: Op, shift: int) -> Tile:
+    rank = printer.lead + len(op.statics)
+    name = printer.names.kept(op, op.name or "constant")
+    pointer = printer.arguments.constant(op, name)
+    zero = f"tl.zeros({shape_text((1,) * rank)}, tl.int32)"
+    text = _load(printer, f"{pointer} + {zero}", (), (), op.statics, rank)
+    return Tile(f"{text}.to({TRITON_TYPES[op.dtype]})", printer.ones([printer.pad(size) for size in op.statics]))
+
+
+def position(printer: Printer, op: Op, shift: int) -> Tile:
+    page = printer.page(printer.lead, printer.shifted(shift)[0])
+    return Tile(f"((sink + {page}) * page_size).to(tl.float32)", (PAGES, *printer.ones()[1:]))
+
+
+def age(printer: Printer, op: Op, shift: int) -> Tile:
+    printer.vector("length", f"tl.load({printer.arguments.add('lengths_ptr', 'input')} + place)")
+    page = printer.page(printer.lead, printer.shifted(shift)[0])
+    return Tile(f"(length - (sink + {page} + 1) * page_size).to(tl.float32)", (PAGES, *printer.ones()[1:]))
+
+
+def stored(printer: Printer, op: Op, shift: int) -> Tile:
+    scratch, rank = printer.scratch[id(op)], printer.lead + len(op.statics)
+    page, valid = printer.shifted(shift)
+    printer.arguments.add(f"{scratch.name}_ptr", "scratch", scratch.name)
+    place = f"({printer.segment(rank)} * width_bound + {printer.page(rank, page)}) * {op.elements}"
+    text = _load(printer, f"{scratch.name}_ptr", (place,), (printer.page(rank, valid),), op.statics, rank)
+    text += f".to({TRITON_TYPES[op.dtype]})" if op.dtype is torch.bool else ""
+    tile = Tile(text, (PAGES, *((HEADS,) if printer.wide else ()), *(printer.pad(size) for size in op.statics)))
+    return printer.named(op, tile, scratch.name)
+
+
+LEAVES: dict[str, Callable[[Printer, Op, int], Tile]] = {
+    "field": field,
+    "query": query,
+    "constant": constant,
+    "position": position,
+    "age": age,
+}
+"""By kind of op."""

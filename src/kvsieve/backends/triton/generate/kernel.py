@@ -1,0 +1,189 @@
+"""One stage as the source of one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from kvsieve.backends.triton.generate import folds
+from kvsieve.backends.triton.generate.arguments import Argument, Scratch
+from kvsieve.backends.triton.generate.ir import Op
+from kvsieve.backends.triton.generate.printer import Printer
+from kvsieve.backends.triton.generate.stages import Plan
+from kvsieve.backends.triton.generate.tile import Tile
+
+HEAD = '''"""{title}
+
+Written by kvsieve; tiles are [pages, {heads}static axes], comments give the shape for one request and KV head.
+"""
+
+import triton
+import triton.language as tl
+
+from kvsieve.backends.triton.generate import functions as f
+from kvsieve.backends.triton.launch import let_next_start, wait_for_inputs
+'''
+
+_PROLOGUE = """\
+wait_for_inputs(PDL)
+request = tl.program_id(1).to(tl.int64)
+chunk = tl.program_id(0) // {groups}
+start = chunk * PAGES
+width = tl.load(widths_ptr + request)  # window pages of this request
+if start >= width:
+    return
+place = tl.load(requests_ptr + request)
+page = start + tl.arange(0, PAGES)
+valid = page < width"""
+
+_SUMMARY_PROLOGUE = """\
+wait_for_inputs(PDL)
+chunk = tl.program_id(0) // {groups}
+page = chunk * PAGES + tl.arange(0, PAGES)
+valid = page < count
+block = tl.load(blocks_ptr + page, mask=valid, other=0)
+valid = valid & (block != 0)  # the null block is nobody's"""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A stage's source, what it is launched with, and the sizes that its tile is chosen by."""
+
+    name: str
+    source: str
+    arguments: tuple[Argument, ...]
+    constants: Mapping[str, torch.Tensor]
+    wide: bool
+    largest: int
+    fixed: int
+    dots: int
+    exact: bool
+    """Whether no field that it reads is padded in a tile."""
+
+    @property
+    def loops(self) -> bool:
+        """Whether a program goes over several heads, one after another."""
+        return self.dots > 0
+
+
+@dataclass(frozen=True)
+class Form:
+    """How values are laid out: ``wide``, all heads of a page in one tile; ``dot``, contractions on tensor cores, with
+    axes of some sizes padded further than to a power of two (``pads``)."""
+
+    wide: bool = False
+    dot: frozenset[int] = frozenset()
+    pads: Mapping[int, int] = field(default_factory=dict)
+
+
+def print_stage(
+    name: str,
+    plan: Plan,
+    number: int,
+    scratch: Mapping[object, Scratch],
+    states: Collection[str],
+    form: Form,
+    summaries: bool = False,
+) -> Kernel:
+    """The kernel of stage ``number``."""
+    printer = Printer(
+        plan, number, form.wide, frozenset(states), dict(scratch), summaries=summaries, dot=form.dot, pads=form.pads
+    )
+    for one in ("blocks_ptr",) if summaries else ("widths_ptr", "requests_ptr"):
+        printer.arguments.add(one, "input")
+    stage = plan.stages[number]
+    for partial in stage.partials:
+        for component, tile in zip(partial.components, folds.found(printer, partial), strict=True):
+            _store_partial(printer, scratch[partial, component], tile)
+    for op in stage.stored:
+        base = f"{printer.segment(_rank(printer, op))} * width_bound"
+        _store(printer, op, scratch[id(op)].name, "scratch", base, "page")
+    for output, op in stage.outputs.items():
+        _store_output(printer, output, op, summaries)
+    kernel = Kernel(
+        name,
+        "",
+        tuple(printer.arguments.listed.values()),
+        printer.arguments.constants,
+        form.wide,
+        printer.largest,
+        printer.fixed,
+        printer.dots,
+        printer.exact,
+    )
+    return replace(kernel, source=_function(kernel, _body(kernel, printer, summaries)))
+
+
+def _body(kernel: Kernel, printer: Printer, summaries: bool) -> list[str]:
+    """All lines: places, then for each head what does not vary over pages, and what does."""
+    groups = "1" if kernel.wide else "(heads // EACH)" if kernel.loops else "heads"
+    lines = (_SUMMARY_PROLOGUE if summaries else _PROLOGUE).format(groups=groups).splitlines()
+    lines += printer.vector_lines
+    per_head, end = [*printer.fixed_lines, *printer.page_lines], "let_next_start(PDL)"
+    if kernel.wide:
+        return [*lines, "head = tl.arange(0, HEADS).to(tl.int64)", *per_head, end]
+    if not kernel.loops:
+        return [*lines, "head = (tl.program_id(0) % heads).to(tl.int64)", *per_head, end]
+    first = f"(tl.program_id(0) % {groups}) * EACH + number"
+    body = [f"head = ({first}).to(tl.int64)", *per_head]
+    return [*lines, "for number in tl.range(0, EACH):", *(f"    {line}" for line in body), end]
+
+
+def _function(kernel: Kernel, body: list[str]) -> str:
+    arguments = kernel.arguments
+    plain = [one.name for one in arguments if one.source != "pages"]
+    plain += ["count"] if "blocks_ptr" in plain else ["width_bound", "sink", "page_size"]
+    constants = [f"{one.name}: tl.constexpr" for one in arguments if one.source == "pages"]
+    constants += ["PAGES: tl.constexpr", "HEADS: tl.constexpr"]
+    constants += ["EACH: tl.constexpr", "DOT: tl.constexpr"] if kernel.loops else []
+    constants += ["PDL: tl.constexpr"]
+    parameters = "".join(f"    {one},\n" for one in [*plain, "heads", *constants])
+    lines = "\n".join(f"    {line}" for line in body)
+    return f"@triton.jit\ndef {kernel.name}(\n{parameters}):\n{lines}\n"
+
+
+def _rank(printer: Printer, op: Op) -> int:
+    return printer.lead + len(op.statics)
+
+
+def _store_partial(printer: Printer, scratch: Scratch, tile: Tile) -> None:
+    rank = len(tile.dims or ())
+    shape = scratch.shape
+    offsets, mask = printer.inner(shape, rank)
+    pointer = printer.arguments.add(f"{scratch.name}_ptr", "scratch", scratch.name)
+    chunk = f"chunk + tl.arange(0, 1){printer.page_index(rank)}"
+    where = " + ".join(part for part in (pointer, folds.place(printer, scratch, chunk, rank), offsets) if part)
+    printer.page_lines.append(f"tl.store({where}, {tile.text}{f', mask={mask}' if mask else ''})")
+
+
+def _store(printer: Printer, op: Op, name: str, source: str, base: str, page: str) -> None:
+    """Per page: rows of the op's elements."""
+    rank = _rank(printer, op)
+    tile = printer.solid(op, paged=True)
+    offsets, mask = printer.inner(op.statics, rank)
+    pointer = printer.arguments.add(f"{name}_ptr", source, name)
+    row = f"({base} + {printer.page(rank, page)}) * {op.elements}"
+    where = " + ".join(part for part in (pointer, row, offsets) if part)
+    cut = " & ".join(part for part in (printer.valid(0, rank), mask) if part)
+    text = f"{tile.text}.to(tl.int8)" if op.dtype is torch.bool and source == "scratch" else tile.text
+    printer.page_lines.append(f"tl.store({where}, {text}, mask={cut})")
+
+
+def _store_output(printer: Printer, name: str, op: Op, summaries: bool) -> None:
+    rank = _rank(printer, op)
+    if name == "scores" and not summaries:
+        _store(printer, op, "scores", "input", f"{printer.segment(rank)} * width_bound", "page")
+        return
+    tile = printer.solid(op, paged=True)
+    page = "block" if summaries else printer.row()
+    pointer = printer.arguments.add(f"{name}_ptr", "field", name)
+    places = (
+        f"{printer.head(rank)} * {printer.arguments.add(f'{name}_head', 'field_head', name)}",
+        f"{printer.page(rank, page)} * {printer.arguments.add(f'{name}_page', 'field_page', name)}",
+    )
+    offsets, mask = printer.inner(op.statics, rank)
+    where = " + ".join(part for part in (pointer, *places, offsets) if part)
+    cut = " & ".join(part for part in (printer.valid(0, rank), mask) if part)
+    printer.page_lines.append(f"tl.store({where}, {tile.text}.to({pointer}.dtype.element_ty), mask={cut})")

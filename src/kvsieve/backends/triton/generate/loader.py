@@ -1,0 +1,55 @@
+"""Generated source as an imported module: Triton reads kernels from files."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+from kvsieve.cache import cache_dir
+
+FOLDER = "triton"
+
+
+def load_source(name: str, source: str) -> ModuleType:
+    """The module of ``source``; its file is named after its content and written once."""
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    module_name = f"kvsieve_generated_{name}_{digest}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    path = _write(f"{name}_{digest}.py", source)
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[module_name] = module
+    return module
+
+
+def _write(file_name: str, source: str) -> Path:
+    for folder in (cache_dir() / FOLDER, Path(tempfile.gettempdir()) / f"kvsieve-{os.getuid()}" / FOLDER):
+        path = folder / file_name
+        try:
+            if not path.is_file() or path.read_text() != source:
+                folder.mkdir(parents=True, exist_ok=True)
+                _replace(path, source)
+        except OSError:
+            continue
+        return path
+    raise OSError(f"generated kernels: expected {cache_dir()} or the temporary folder to be writable, received neither")
+
+
+def _replace(path: Path, source: str) -> None:
+    """Whole or not at all, whoever else writes the same."""
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".py")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(source)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

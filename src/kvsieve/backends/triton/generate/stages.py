@@ -1,0 +1,126 @@
+"""Cuts a program where pages meet: each stage is one kernel over chunks of pages.
+
+A stage computes what it can without results over the whole window; of each fold it stores what each chunk of pages
+found, and the next stages combine these in the order of the chunks. A value that a later stage needs again is stored
+per page if that moves fewer bytes than loading its fields and computing it anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from kvsieve.backends.triton.generate.ir import Op, walk
+
+LEAVES = ("field", "query", "constant", "number", "position", "age", "count", "iota")
+NEAR = (*LEAVES, "map", "regroup", "permute", "expand", "reduce")
+"""What a neighbouring page's value may be made of, if it is made anew there."""
+NEAR_ELEMENTS = 8
+STORED_BYTES, FIELD_BYTES = 4, 2
+
+
+@dataclass(frozen=True)
+class Partial:
+    """What each chunk of pages finds of a fold: one component, or for ``softmax`` the maximum and the sum."""
+
+    kind: str
+    operand: Op
+
+    @property
+    def components(self) -> tuple[str, ...]:
+        return ("max", "sum") if self.kind == "softmax" else (self.kind,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.operand.statics
+
+
+@dataclass
+class Stage:
+    """What one kernel stores: outputs by name, values per page for later stages, and partials per chunk."""
+
+    outputs: dict[str, Op] = field(default_factory=dict)
+    stored: list[Op] = field(default_factory=list)
+    partials: list[Partial] = field(default_factory=list)
+
+
+class Plan:
+    """The stages of a program with ``outputs``; ``written`` are state fields that it writes in place."""
+
+    def __init__(self, outputs: Mapping[str, Op], written: Collection[str]) -> None:
+        self.written = frozenset(written)
+        self._levels: dict[int, int] = {}
+        for op in walk(list(outputs.values())):
+            self._levels[id(op)] = self._level(op)
+        last = max(self.level(op) for op in outputs.values())
+        self.stages = [Stage() for _ in range(last + 1)]
+        self.stored_at: dict[int, int] = {}
+        self.scans = any(op.kind == "running" for op in walk(list(outputs.values())))
+        """Whether stages go on from the chunks before their own: all stages then have chunks of one size."""
+        self._seen: set[tuple[int, int]] = set()
+        for name, op in outputs.items():
+            # What is written in place is written last: earlier stages of other programs may still read it.
+            at = last if name in self.written else self.level(op)
+            self.stages[at].outputs[name] = op
+            self._need(op, at)
+
+    def level(self, op: Op) -> int:
+        return self._levels[id(op)]
+
+    def is_near(self, op: Op) -> bool:
+        """Whether ``op`` may be computed anew for a neighbouring page."""
+        return op.elements <= NEAR_ELEMENTS and all(
+            one.kind in NEAR and not (one.kind == "field" and one.data in self.written) for one in walk([op])
+        )
+
+    def loads(self, op: Op, stage: int) -> bool:
+        """Whether a stage finds the value stored."""
+        return self.stored_at.get(id(op), stage) < stage
+
+    def _level(self, op: Op) -> int:
+        level = max((self._levels[id(operand)] for operand in op.operands), default=0)
+        if op.kind in ("fold", "running") or (op.kind == "shift" and not self.is_near(op.operands[0])):
+            level += 1
+        return level
+
+    def _need(self, op: Op, stage: int) -> None:
+        if (id(op), stage) in self._seen:
+            return
+        self._seen.add((id(op), stage))
+        level = self.level(op)
+        if op.kind == "fold":
+            self._add_partial(Partial(op.data[0], op.operands[0]), level - 1)
+            return
+        if op.kind == "running":
+            self._add_partial(running_partial(op), level - 1)
+        if op.kind == "shift" and not self.is_near(op.operands[0]):
+            self._store(op.operands[0])
+        elif level < stage and self._is_cheaper_stored(op):
+            self._store(op)
+        else:
+            for operand in op.operands:
+                self._need(operand, stage)
+
+    def _store(self, op: Op) -> None:
+        level = self.level(op)
+        if id(op) not in self.stored_at:
+            self.stored_at[id(op)] = level
+            self.stages[level].stored.append(op)
+        self._need(op, level)
+
+    def _add_partial(self, partial: Partial, level: int) -> None:
+        if partial not in self.stages[level].partials:
+            self.stages[level].partials.append(partial)
+        self._need(partial.operand, level)
+
+    @staticmethod
+    def _is_cheaper_stored(op: Op) -> bool:
+        if not op.paged or op.kind in LEAVES:
+            return False
+        read = sum(one.elements * FIELD_BYTES for one in walk([op]) if one.kind == "field")
+        return STORED_BYTES * op.elements < read
+
+
+def running_partial(op: Op) -> Partial:
+    """What the chunks before a ``running`` op's own contribute."""
+    return Partial("softmax" if op.data == "log_sum" else op.data, op.operands[0])

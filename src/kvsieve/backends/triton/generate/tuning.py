@@ -1,0 +1,59 @@
+"""How large the tiles of a kernel are, by what it computes: all numbers that may be tuned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvsieve.backends.triton.generate.errors import Refused
+from kvsieve.backends.triton.generate.kernel import Kernel
+
+TILE = 16384
+"""Elements of the largest tile of a kernel."""
+WIDE = 4096
+"""Elements per page up to which all heads of a page are one row of a tile."""
+MOST = 1 << 18
+"""Elements of one page (or of what does not vary over pages) above which nothing is generated."""
+MOST_PAGES = 1024
+DOT_TILE, DOT_WARPS, DOT_HEADS = 4096, 2, 2
+"""For kernels with tensor-core products: elements of a tile, warps, and heads that a program goes over."""
+FEWEST_DOT_PAGES = 16
+ELEMENTS_PER_WARP = 2048
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Pages of a tile, warps, software pipelining stages, and heads that a program goes over."""
+
+    pages: int
+    warps: int
+    stages: int = 2
+    each: int = 1
+
+
+def is_wide(heads: int, elements: int, fixed: int) -> bool:
+    """Whether all heads go into one tile; ``elements`` per page and ``fixed`` ones are those of one head."""
+    power = heads & (heads - 1) == 0
+    return power and heads > 1 and heads * max(elements, fixed) <= WIDE
+
+
+def tiling(kernel: Kernel, heads: int, name: str) -> Tiling:
+    """The tile of a kernel.
+
+    Raises:
+        Refused: a page's values are too many for registers.
+    """
+    if max(kernel.largest, kernel.fixed) > MOST:
+        raise Refused(f"{name} holds {max(kernel.largest, kernel.fixed)} values of one page at once, above {MOST}")
+    if kernel.dots:
+        pages = _power(max(FEWEST_DOT_PAGES, min(MOST_PAGES, DOT_TILE // kernel.largest)))
+        return Tiling(pages, DOT_WARPS, 2, DOT_HEADS if heads % DOT_HEADS == 0 else 1)
+    elements = kernel.largest * (heads if kernel.wide else 1)
+    pages = _power(max(1, min(MOST_PAGES, TILE // elements)))
+    held = max(pages * elements, kernel.fixed)
+    warps = max(1, min(16, held // ELEMENTS_PER_WARP))
+    return Tiling(pages, _power(warps))
+
+
+def _power(number: int) -> int:
+    """The largest power of two that is not above ``number``."""
+    return 1 << number.bit_length() - 1

@@ -1,0 +1,188 @@
+"""Generated kernels of whole flows beside the flows' own code in float64, in poisoned page-major memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import generated_world
+from generated_world import close, make_world, run_beside_float64
+from kvsieve.backends.triton.generate import Refused, generate_score, generate_summarize
+from kvsieve.backends.triton.launch import INTERPRETED
+from kvsieve.flow import Flow, build_flow
+from kvsieve.graph import Geometry, trace_flow
+from kvsieve.verify.poison import garbage
+from test_random_flows import FLOWS, traced
+
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
+)
+DEVICE = "cpu" if INTERPRETED else "cuda"
+PAGES = ("block_sparse_attention", "gqa_block_sparse_attention", "gqa_quest_sparse_attention", "h2o_sparse_attention",
+         "gqa_h2o_sparse_attention", "h2o", "snapkv", "tova")  # fmt: skip
+TOKENS = ("h2o_token_sparse_attention", "gqa_h2o_token_sparse_attention")
+GEOMETRIES = (  # page size, head_dim, group, KV heads: one head at a time; all in a row; products of 16 padded rows
+    (5, 20, 3, 3),
+    (33, 80, 7, 2),
+    (1, 64, 4, 2),
+    (4, 32, 4, 4),
+    (3, 16, 1, 2),
+)
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
+"""Sums of at most 80 products, then a few ops; summaries in 16 bits are stored with one rounding (or a cut, where
+Triton's interpreter runs them) of each value."""
+
+
+HALF = pytest.param(torch.float16, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, HALF])
+@pytest.mark.parametrize(("page", "width", "group", "heads"), GEOMETRIES)
+@pytest.mark.parametrize("name", PAGES + TOKENS)
+def test_shipped_flows(name: str, page: int, width: int, group: int, heads: int, dtype: torch.dtype) -> None:
+    flow = build_flow(name)
+    if flow.page_size not in (None, page):
+        pytest.skip("another page size")
+    graphs = trace_flow(flow, Geometry(page, width, width, group))
+    world = make_world(graphs, (1, 9, 0, 40, 2), heads, dtype, device=DEVICE)
+    run_beside_float64(world, close(BOUNDS[dtype]))
+
+
+@pytest.mark.parametrize("name", ["gqa_quest_sparse_attention", "h2o", *TOKENS])
+def test_windows_of_several_chunks(name: str) -> None:
+    """Windows longer than a tile of the last stage; combined results are those of all chunks."""
+    flow = build_flow(name)
+    graphs = trace_flow(flow, Geometry(1, 16, 16, 2))
+    for dtype in (torch.float32, torch.bfloat16):
+        world = make_world(graphs, (1500, 1, 1024), 1, dtype, device=DEVICE)
+        run_beside_float64(world, close(BOUNDS[dtype]))
+
+
+def test_queries_of_another_dtype_than_pages() -> None:
+    """Then nothing runs on tensor cores: query values would be rounded."""
+    graphs = trace_flow(build_flow("gqa_quest_sparse_attention"), Geometry(4, 32, 32, 4))
+    world = make_world(graphs, (3, 20), 2, torch.bfloat16, q_dtype=torch.float32, device=DEVICE)
+    run_beside_float64(world, close(BOUNDS[torch.bfloat16]))
+
+
+def test_memory_in_which_heads_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def head_major(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.full(shape, garbage(dtype), dtype=dtype, device=device)
+
+    monkeypatch.setattr(generated_world, "page_major", head_major)
+    for name in ("block_sparse_attention", "h2o"):
+        graphs = trace_flow(build_flow(name), Geometry(4, 32, 32, 4))
+        world = make_world(graphs, (3, 20), 4, device=DEVICE)
+        assert world.pool.k.stride(0) > world.pool.k.stride(1)
+        run_beside_float64(world, close(BOUNDS[torch.float32]))
+
+
+def run_random(seed: int) -> None:
+    graphs = traced(seed)
+    run_beside_float64(make_world(graphs, (1, 6, 0, 3), 2, seed=seed, device=DEVICE), close(1e-5))
+
+
+@pytest.mark.parametrize("seed", range(0, FLOWS, 30))
+def test_some_random_flows(seed: int) -> None:
+    run_random(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(FLOWS))
+def test_all_random_flows(seed: int) -> None:
+    run_random(seed)
+
+
+# What is generated
+
+
+class Scan(Flow):
+    """Every kind of meeting of pages, over several chunks."""
+
+    def init_state(self, page_size: int, head_dim: int) -> Mapping[str, torch.Tensor]:
+        return {"trail": torch.zeros(2), "seen": torch.zeros((), dtype=torch.int64)}
+
+    def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"first": k[0], "big": k.abs().amax() > 2.5}
+
+    def score(
+        self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        logits = pages["first"] @ q[0] * 0.1
+        near = torch.nn.functional.max_pool1d(logits[None], 5, 1, 2)[0]
+        rest = torch.nn.functional.avg_pool1d(pages["trail"].T, 3, 1, 1).sum(0)
+        run = (
+            logits.softmax(0).cumsum(0)
+            + logits.logcumsumexp(0) * 0.1
+            + (logits.var(0, correction=0) - logits.min() + 1).sqrt()
+        )
+        scores = near + rest + run + torch.where(pages["big"], 0.1, -0.2) + 8 / (pages["age"] + 8)
+        seen = pages["seen"] + pages["big"].cumsum(0) + (pages["position"] > 9).long()
+        trail = torch.stack([scores.tanh(), pages["trail"][:, 0] * 0.5], 1)
+        return scores, {"trail": trail, "seen": seen}
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_pages_meet_over_several_chunks(heads: int) -> None:
+    graphs = trace_flow(Scan(), Geometry(3, 20, 5, 3))
+    world = make_world(graphs, (1100, 0, 1, 1024, 37), heads, device=DEVICE)
+    run_beside_float64(world, close(5e-6))
+
+
+def test_results_are_the_same_bits_again() -> None:
+    graphs = trace_flow(build_flow("h2o"), Geometry(1, 16, 16, 2))
+    results = []
+    for _ in range(2):
+        world = make_world(graphs, (1500, 3), 2, torch.bfloat16, device=DEVICE)
+        generate_summarize(graphs).run(world.pool, world.blocks())
+        results.append(generate_score(graphs).run(world.q, world.pool, world.window))
+    first, second = (torch.cat([one[i, :, :width] for i, width in enumerate((1500, 3))], 1) for one in results)
+    assert torch.equal(first, second)
+
+
+def test_source_reads_like_the_flow() -> None:
+    """Names of fields and graph nodes, the user's lines, a shape with each value."""
+    source = generate_score(trace_flow(build_flow("h2o"), Geometry(16, 128, 128, 4))).source
+    for text in ('# promise = torch.softmax(scale * q @ pages["k_mean"].T, -1).sum(0)', "k_mean = tl.load(",
+                 "mass_sum = tl.load(", "# [W, 128]", "matmul = ", "# [4, W]", "def h2o_score_1("):  # fmt: skip
+        assert text in source
+    assert max(map(len, source.splitlines())) < 400
+
+
+def test_the_bound_of_an_envelope_is_two_products() -> None:
+    """Only where summarize proves which end is larger."""
+
+    class Free(Flow):
+        def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+            return {"k_max": k.amax(0), "k_min": v.amin(0)}
+
+        score = type(build_flow("gqa_quest_sparse_attention")).score
+
+    geometry = Geometry(4, 32, 32, 4)
+    quest = generate_score(trace_flow(build_flow("gqa_quest_sparse_attention"), geometry)).source
+    assert quest.count("tl.dot(") == 2
+    graphs = trace_flow(Free(), geometry)
+    assert "tl.dot(" not in generate_score(graphs).source
+    run_beside_float64(make_world(graphs, (3, 20), 2, torch.bfloat16, device=DEVICE), close(BOUNDS[torch.bfloat16]))
+
+
+def test_scratch_is_small() -> None:
+    """Between stages there are values per page, never copies of fields."""
+    for name in ("h2o", "gqa_block_sparse_attention"):
+        program = generate_score(trace_flow(build_flow(name), Geometry(16, 128, 128, 4)))
+        stored = [one for one in program.scratch.values() if not one.per_chunk]
+        assert [one.elements for one in stored] == [4], "one logit for each query head"
+
+
+def test_too_large_a_page_is_refused() -> None:
+    class Outer(Flow):
+        def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            k = pages["k"]
+            return (k[:, :, None, :, None] * k[:, None, :, None, :]).tanh().amax((1, 2, 3, 4))
+
+    with pytest.raises(Refused, match="Outer score holds 4194304 values of one page at once, above 262144"):
+        generate_score(trace_flow(Outer(), Geometry(16, 128, 128, 2)))
