@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 
 from kvsieve.backends.base import Backend
 from kvsieve.backends.compiled import CompiledBackend
@@ -13,15 +14,20 @@ from kvsieve.errors import ConfigError, UnknownName
 __all__ = ["Backend", "backend_names", "get_backend"]
 
 
-def _triton() -> Backend:
+def _triton(name: str) -> Backend:
     if importlib.util.find_spec("triton") is None:
-        raise ConfigError("backend triton needs the package triton, which is not installed: pip install triton")
-    from kvsieve.backends.triton import TritonBackend
+        raise ConfigError(f"backend {name} needs the package triton, which is not installed: pip install triton")
+    from kvsieve.backends import triton
 
-    return TritonBackend()
+    return triton.TritonBackend() if name == "triton" else triton.CompiledScoringBackend()
 
 
-_BACKENDS: dict[str, Callable[[], Backend]] = {"eager": EagerBackend, "compiled": CompiledBackend, "triton": _triton}
+_BACKENDS: dict[str, Callable[[], Backend]] = {
+    "eager": EagerBackend,
+    "compiled": CompiledBackend,
+    "triton": partial(_triton, "triton"),
+    "triton+compiled": partial(_triton, "triton+compiled"),
+}
 
 
 def backend_names() -> list[str]:

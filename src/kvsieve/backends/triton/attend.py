@@ -46,20 +46,20 @@ def _attend_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one segment's tokens. Listed tokens follow each other: only the last page may be partial."""
-    wait_for_inputs(PDL)
     h = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
-    length = tl.load(lengths + b)
+    length = tl.load(lengths + b)  # from the host, like the counts: no kernel writes them
     pages = (length + P - 1) // P
     tokens = ((tl.load(count + b) - pages) * P + length).to(tl.int32)
     first = split * chunk
+    segment = b * heads + h
+    row = tl.arange(0, ROWS)
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    real = row < group
+    wait_for_inputs(PDL)
     if first < tokens:
         last = tl.minimum(first + chunk, tokens)
-        segment = b * heads + h
-        row = tl.arange(0, ROWS)
-        d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-        real = row < group
         queries = tl.load(
             q + b * q_b + h * q_h + row[:, None] * q_g + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0
         )
@@ -239,7 +239,7 @@ def attend(
         SOFTCAP=options.softcap is not None, SINKS=options.sinks is not None, RAW=raw is not None,
         WIDE=INTERPRETED or q.dtype == torch.float32,
         GROUP=power_of_two(group), SPLITS=power_of_two(shape.splits), STAGES=shape.stages,
-        PART=min(power_of_two(shape.splits), max(1, 4096 // (power_of_two(group) * power_of_two(v_width, 16)))),
-        num_warps=shape.warps, **dependent_launch(q.device),
+        PART=min(power_of_two(shape.splits), max(1, 8192 // (power_of_two(group) * power_of_two(v_width, 16)))),
+        num_warps=shape.warps, **dependent_launch(q.device, heads * batch * shape.splits),
     )  # fmt: skip
     return out, lse, raw

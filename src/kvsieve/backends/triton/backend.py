@@ -1,41 +1,69 @@
-"""The Triton backend: selection, attention and mass as hand-written kernels, scoring by ``torch.compile``."""
+"""The Triton backend: scoring by kernels generated from the flow, selection, attention and mass by hand-written ones."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from kvsieve.backends.base import AttentionOptions, Selection
+from kvsieve.backends.attention import prefill_requests
+from kvsieve.backends.base import PHASES, AttentionOptions, Backend, Selection
 from kvsieve.backends.compiled import CompiledBackend
+from kvsieve.backends.compiled.backend import CompiledFlow
 from kvsieve.backends.triton.attend import attend
 from kvsieve.backends.triton.evict import MOST_SLOTS, evict_one
+from kvsieve.backends.triton.generate import (
+    Refused,
+    ScoreProgram,
+    SummarizeProgram,
+    generate_score,
+    generate_summarize,
+)
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.backends.triton.seed import prompt_mass
 from kvsieve.backends.triton.select import select
 from kvsieve.backends.triton.store import add_mass, increments, write
 from kvsieve.errors import ConfigError
+from kvsieve.graph import FlowGraphs
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.slots import Trim
-from kvsieve.plan import MassRows, Quota, Rows, Writes
+from kvsieve.plan import MassRows, Quota, Rows, Window, Writes
 
 
-class TritonBackend(CompiledBackend):
-    """Runs every flow that traces, on a CUDA GPU; with ``TRITON_INTERPRET=1`` on the CPU, for tests."""
+@dataclass(frozen=True)
+class GeneratedFlow:
+    """A flow's kernels."""
+
+    summarize: SummarizeProgram | None
+    score: ScoreProgram | None
+
+
+class TritonBackend(Backend):
+    """Runs on a CUDA GPU; with ``TRITON_INTERPRET=1`` on the CPU, for tests. A flow is refused if no kernel can be
+    generated for it."""
 
     name = "triton"
     page_major = True
 
     def kernels(self, pool: LayerPool) -> dict[str, str]:
-        names = dict.fromkeys(("summarize", "score"), "torch.compile (inductor)")
-        return super().kernels(pool) | dict.fromkeys(("write", "trim", "select", "attend", "mass"), "Triton") | names
+        generated = dict.fromkeys(("summarize", "score"), "Triton, generated from the flow")
+        return dict.fromkeys(PHASES, "Triton") | generated
 
     def check_device(self, device: torch.device) -> None:
-        """Raises:
-        ConfigError: a device that no Triton kernel runs on.
-        """
         if device.type != "cuda" and not INTERPRETED:
             raise ConfigError(
-                f"backend triton: expected tensors on a CUDA device, received {device}; use backend compiled there"
+                f"backend {self.name}: expected tensors on a CUDA device, received {device}; use backend compiled there"
             )
+
+    def refusal(self, graphs: FlowGraphs) -> str | None:
+        try:
+            _generated(graphs)
+        except Refused as reason:
+            return f"no kernel is generated for it: {reason}; backend triton+compiled runs it"
+        return None
+
+    def prepare(self, graphs: FlowGraphs, device: torch.device) -> GeneratedFlow:
+        return _generated(graphs)
 
     def write(self, pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
         write(pool, writes, k, v)
@@ -45,6 +73,14 @@ class TritonBackend(CompiledBackend):
             evict_one(pool, one)
         else:  # once a prompt
             super().trim(pool, one)
+
+    def summarize(self, flow: GeneratedFlow, pool: LayerPool, blocks: torch.Tensor) -> None:
+        if flow.summarize is not None:
+            flow.summarize.run(pool, blocks)
+
+    def score(self, flow: GeneratedFlow, q: torch.Tensor, pool: LayerPool, window: Window) -> torch.Tensor:
+        assert flow.score is not None
+        return flow.score.run(q, pool, window)  # type: ignore[arg-type]
 
     def select(self, scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
         return select(scores, quota, heads)
@@ -57,13 +93,49 @@ class TritonBackend(CompiledBackend):
             return out, lse, None
         return out, lse, increments(raw, lse, rows, selection, pool.page_size, options.mass)
 
-    def prompt_mass(
-        self, q: torch.Tensor, pool: LayerPool, blocks: torch.Tensor, first: int, options: AttentionOptions
-    ) -> torch.Tensor:
-        return prompt_mass(q, pool, blocks, first, options)
-
     def add_mass(
         self, pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, increment: torch.Tensor
     ) -> None:
         self.rebase(pool, rows, mass)
         add_mass(pool, mass, selection, increment)
+
+    def prompt_mass(
+        self, q: torch.Tensor, pool: LayerPool, blocks: torch.Tensor, first: int, options: AttentionOptions
+    ) -> torch.Tensor:
+        return prompt_mass(q, pool, blocks, first, options)
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: LayerPool, rows: Rows, options: AttentionOptions
+    ) -> torch.Tensor:
+        return prefill_requests(q, k, v, pool, rows, options)
+
+
+class CompiledScoringBackend(TritonBackend):
+    """The same with ``summarize`` and ``score`` by ``torch.compile``: for flows that no kernel is generated for."""
+
+    name = "triton+compiled"
+
+    def __init__(self) -> None:
+        self._compiled = CompiledBackend()
+
+    def kernels(self, pool: LayerPool) -> dict[str, str]:
+        return super().kernels(pool) | dict.fromkeys(("summarize", "score"), "torch.compile (inductor)")
+
+    def refusal(self, graphs: FlowGraphs) -> str | None:
+        return self._compiled.refusal(graphs)
+
+    def prepare(self, graphs: FlowGraphs, device: torch.device) -> CompiledFlow:  # type: ignore[override]
+        return self._compiled.prepare(graphs, device)
+
+    def summarize(self, flow: CompiledFlow, pool: LayerPool, blocks: torch.Tensor) -> None:  # type: ignore[override]
+        self._compiled.summarize(flow, pool, blocks)
+
+    def score(self, flow: CompiledFlow, q: torch.Tensor, pool: LayerPool, window: Window) -> torch.Tensor:  # type: ignore[override]
+        return self._compiled.score(flow, q, pool, window)
+
+
+def _generated(graphs: FlowGraphs) -> GeneratedFlow:
+    return GeneratedFlow(
+        generate_summarize(graphs) if graphs.summarize is not None else None,
+        generate_score(graphs) if graphs.score is not None else None,
+    )

@@ -47,23 +47,29 @@ def _dependent(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def dependent_launch(device: torch.device) -> dict[str, Any]:
+def dependent_launch(device: torch.device, programs: int | None = None) -> dict[str, Any]:
     """Options of a kernel that starts while the one before it ends, where the GPU can: it must call
-    :func:`wait_for_inputs` before it reads or writes what other kernels touch."""
-    if _dependent(device):
-        return {"PDL": True, "launch_pdl": True}
-    return {"PDL": False}
+    :func:`wait_for_inputs` before it reads or writes what other kernels touch.
+
+    ``programs``: how many there are; few leave room for the next kernel from their start on.
+    """
+    if not _dependent(device):
+        return {"PDL": 0}
+    early = programs is not None and programs <= multiprocessors(device)
+    return {"PDL": 2 if early else 1, "launch_pdl": True}
 
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Until the kernel before has ended and what it wrote is seen."""
-    if PDL:
+    """Until the kernel before has ended and what it wrote is seen. It had itself waited for all that came before it."""
+    if PDL > 0:
         tl.extra.cuda.gdc_wait()
+    if PDL == 2:
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
     """The kernel behind may be set up: it waits by itself."""
-    if PDL:
+    if PDL == 1:
         tl.extra.cuda.gdc_launch_dependents()

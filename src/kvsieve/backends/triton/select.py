@@ -187,6 +187,6 @@ def select(scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
         *(*strides, table.stride(0), pages.stride(0), pages.stride(1), quota.sink, quota.recent),
         BLOCK=block, GROUPS=min(block, power_of_two(k)), WHOLE=whole, ALL=scored == batch,
         REQUESTS=power_of_two(max(1, scored)), RANKED=ranked, LIST=LIST,
-        num_warps=warps_for(block) if whole else 16, **dependent_launch(table.device),
+        num_warps=warps_for(block) if whole else 16, **dependent_launch(table.device, heads * batch),
     )  # fmt: skip
     return Selection(pages, quota.count).in_blocks(blocks)
