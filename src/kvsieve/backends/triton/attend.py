@@ -187,6 +187,10 @@ def _finish(
     )
 
 
+ONE_TILE = 128
+"""Tokens of a program that has no loop: in small batches its start is what takes time."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """How an attend is cut: tokens an iteration, warps, stages, tokens a program and programs a segment."""
@@ -201,12 +205,13 @@ class Shape:
 def shape_for(pool: LayerPool, batch: int, width: int) -> Shape:
     """The cut for lists of up to ``width`` pages: enough programs to fill the GPU, none shorter than its start."""
     longest = width * pool.page_size
-    tokens = 32 if pool.dtype.itemsize == 2 else 16
     segments = batch * pool.num_kv_heads
-    wanted = max(1, 3 * multiprocessors(pool.device) // segments)
-    chunk = max(96, -(-longest // wanted))
+    chunk = -(-longest // max(1, 4 * multiprocessors(pool.device) // segments))
+    if chunk <= ONE_TILE and pool.dtype.itemsize == 2:
+        return Shape(ONE_TILE, 4, 1, ONE_TILE, -(-longest // ONE_TILE))
+    tokens = 32 if pool.dtype.itemsize == 2 else 16
     chunk = -(-chunk // tokens) * tokens
-    return Shape(tokens, 2, 5, chunk, -(-longest // chunk))
+    return Shape(tokens, 4, 5, chunk, -(-longest // chunk))
 
 
 def attend(

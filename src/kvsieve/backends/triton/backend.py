@@ -1,4 +1,4 @@
-"""The Triton backend: scoring by kernels generated from the flow, selection, attention and mass by hand-written ones."""
+"""The Triton backend: scoring by kernels that are generated from the flow, the rest by hand-written ones."""
 
 from __future__ import annotations
 

@@ -1,0 +1,52 @@
+"""Ranks of float32 scores as integers, and the k-th largest of those that one program holds."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def order_keys(scores, there):
+    """float32 scores as uint32 of the same order; 1 for NaN, 0 where there is no page."""
+    bits = (scores + 0.0).to(tl.int32, bitcast=True)
+    flipped = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    keys = (flipped ^ -2147483648).to(tl.uint32, bitcast=True)
+    keys = tl.where(scores != scores, 1, keys)
+    return tl.where(there, keys, 0).to(tl.uint32)
+
+
+@triton.jit
+def kth_largest(keys, k, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
+    """The largest T that at least k of the keys reach, or one that exactly k reach."""
+    groups = tl.max(tl.reshape(keys, [BLOCK // GROUPS, GROUPS]), 0)
+    low = tl.min(groups, 0)  # every group has a key that reaches it
+    above = tl.where(keys >= low, keys - low, 0)
+    reach = (keys >= low).to(tl.int32)
+    span = tl.max(above, 0)
+    found = span ^ span
+    bit = found + 1
+    while (bit << 1) - 1 < span:
+        bit = bit << 1
+    count = tl.sum(reach, 0)
+    while (bit > 0) & (count != k):
+        candidate = found | bit
+        reached = tl.sum((reach != 0) & (above >= candidate), 0).to(tl.int32)
+        if reached >= k:
+            found = candidate
+            count = reached
+        bit = bit >> 1
+    return low + found
+
+
+@triton.jit
+def take(keys, threshold, ties, greater_before, equal_before, BLOCK: tl.constexpr):
+    """Which of the keys are chosen, and the place of each in the list; ties by age: counts of those before."""
+    greater = keys > threshold
+    equal = keys == threshold
+    packed = tl.where(greater, 65536, 0) + tl.where(equal, 1, 0)
+    running = tl.cumsum(packed, 0)
+    greaters = greater_before + (running >> 16)
+    equals = equal_before + (running & 65535)
+    chosen = greater | (equal & (equals <= ties))
+    return chosen, greaters + tl.minimum(equals, ties) - 1
