@@ -131,5 +131,5 @@ def kernel_text(graphs: FlowGraphs, method: str, graph: SegmentGraph) -> str:
         return (generate_score if method == "score" else generate_summarize)(graphs).source.strip()
     except Refused as refusal:
         raise ConfigError(
-            f"{flow_name(graphs.flow)}: no kernel is generated: {refusal.reason}; backend 'compiled' runs it"
+            f"{flow_name(graphs.flow)}: no kernel is generated: {refusal.reason}; backend triton+compiled runs it"
         ) from refusal

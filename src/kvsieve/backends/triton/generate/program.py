@@ -148,7 +148,7 @@ class Generated:
                 *shared,
                 heads,
                 *constants,
-                **dependent_launch(pool.k.device),
+                **dependent_launch(pool.k.device, grid[0] * grid[1]),
                 num_warps=tile.warps,
                 num_stages=tile.stages,
             )
