@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from kvsieve.backends.triton.generate.__main__ import page
 from kvsieve.backends.triton.generate.ir import Op
 from kvsieve.backends.triton.generate.program import Generated, Variant
 from kvsieve.backends.triton.generate.table import ROWS
@@ -103,3 +105,8 @@ QUICK = 6
 )
 def test_row(row: str, expression: str) -> None:
     run_case(expression)
+
+
+def test_the_documented_table_is_current() -> None:
+    documented = Path(__file__).parents[1] / "docs" / "kernels.md"
+    assert documented.read_text() == page(), "run: python -m kvsieve.backends.triton.generate > docs/kernels.md"

@@ -14,14 +14,24 @@ from kvsieve.mass import FIELDS as MASS_FIELDS
 if TYPE_CHECKING:
     from kvsieve.backends.triton.generate.printer import Printer
 
+STREAMED = 32
+"""Elements per page from which on a field is a stream."""
+
 
 def _load(
-    printer: Printer, pointer: str, places: Sequence[str], masks: Sequence[str], statics: Sequence[int], rank: int
+    printer: Printer,
+    pointer: str,
+    places: Sequence[str],
+    masks: Sequence[str],
+    statics: Sequence[int],
+    rank: int,
+    more: str = "",
 ) -> str:
+    """A load of contiguous static axes at places that have the axes of a tile."""
     offsets, mask = printer.inner(statics, rank)
     where = " + ".join(part for part in (pointer, *places, offsets) if part)
     cut = " & ".join(part for part in (*masks, mask) if part)
-    return f"tl.load({where}, mask={cut}, other=0)" if cut else f"tl.load({where})"
+    return f"tl.load({where}, mask={cut}, other=0{more})" if cut else f"tl.load({where}{more})"
 
 
 def field(printer: Printer, op: Op, shift: int) -> Tile:
@@ -29,6 +39,7 @@ def field(printer: Printer, op: Op, shift: int) -> Tile:
     valid = printer.shifted(shift)[1]
     place = "block" if printer.summaries else printer.row(shift) if name in printer.states else printer.block(shift)
     pointer = printer.arguments.add(f"{name}_ptr", "field", name)
+    printer.loaded += op.elements
     printer.exact &= all(printer.pad(size) == size for size in op.statics)
     if printer.wide:
         return _row_of_heads(printer, op, pointer, place, valid)
@@ -36,7 +47,7 @@ def field(printer: Printer, op: Op, shift: int) -> Tile:
         f"{printer.head(rank)} * {printer.arguments.add(f'{name}_head', 'field_head', name)}",
         f"{printer.page(rank, place)} * {printer.arguments.add(f'{name}_page', 'field_page', name)}",
     )
-    text = _load(printer, pointer, places, (printer.page(rank, valid),), op.statics, rank)
+    text = _load(printer, pointer, places, (printer.page(rank, valid),), op.statics, rank, _policy(op))
     text += f".to({TRITON_TYPES[op.dtype]})"
     text += " * mass_scale" if _scaled(printer, op) else ""
     return Tile(text, (PAGES, *((HEADS,) if printer.wide else ()), *(printer.pad(size) for size in op.statics)))
@@ -48,9 +59,14 @@ def _row_of_heads(printer: Printer, op: Op, pointer: str, place: str, valid: str
     stride = printer.arguments.add(f"{op.data}_page", "field_page", op.data)
     row = f"HEADS * {op.elements}" if op.elements > 1 else "HEADS"
     where = f"{pointer} + {printer.page(2, place)} * {stride} + tl.arange(0, {row})[None, :]"
-    text = f"tl.load({where}, mask={printer.page(2, valid)}, other=0).to({TRITON_TYPES[op.dtype]})"
+    text = f"tl.load({where}, mask={printer.page(2, valid)}, other=0{_policy(op)}).to({TRITON_TYPES[op.dtype]})"
     text = text if len(dims) == 2 else f"tl.reshape({text}, {shape_text(dims)})"
     return Tile(f"{text} * mass_scale" if _scaled(printer, op) else text, dims)
+
+
+def _policy(op: Op) -> str:
+    """A field that is read once should not push others out of the cache."""
+    return ', eviction_policy="evict_first"' if op.elements >= STREAMED else ""
 
 
 def _scaled(printer: Printer, op: Op) -> bool:

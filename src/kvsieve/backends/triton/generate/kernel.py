@@ -26,6 +26,9 @@ from kvsieve.backends.triton.generate import functions as f
 from kvsieve.backends.triton.launch import let_next_start, wait_for_inputs
 '''
 
+VARYING = ("width_bound", "sink", "count", "table_stride", "row_table_stride")
+"""Sizes that change from step to step: no kernel is compiled anew for them."""
+
 _PROLOGUE = """\
 wait_for_inputs(PDL)
 request = tl.program_id(1).to(tl.int64)
@@ -44,7 +47,9 @@ chunk = tl.program_id(0) // {groups}
 page = chunk * PAGES + tl.arange(0, PAGES)
 valid = page < count
 block = tl.load(blocks_ptr + page, mask=valid, other=0)
-valid = valid & (block != 0)  # the null block is nobody's"""
+valid = valid & (block != 0)  # the null block is nobody's
+if tl.max(valid.to(tl.int32), 0) == 0:
+    return"""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,8 @@ class Kernel:
     largest: int
     fixed: int
     dots: int
+    loaded: int
+    """Elements per page of the fields that it reads."""
     exact: bool
     """Whether no field that it reads is padded in a tile."""
 
@@ -111,6 +118,7 @@ def print_stage(
         printer.largest,
         printer.fixed,
         printer.dots,
+        printer.loaded,
         printer.exact,
     )
     return replace(kernel, source=_function(kernel, _body(kernel, printer, summaries)))
@@ -141,7 +149,8 @@ def _function(kernel: Kernel, body: list[str]) -> str:
     constants += ["PDL: tl.constexpr"]
     parameters = "".join(f"    {one},\n" for one in [*plain, "heads", *constants])
     lines = "\n".join(f"    {line}" for line in body)
-    return f"@triton.jit\ndef {kernel.name}(\n{parameters}):\n{lines}\n"
+    varying = [name for name in plain if name in VARYING or name.startswith("chunks_")]
+    return f"@triton.jit(do_not_specialize={varying})\ndef {kernel.name}(\n{parameters}):\n{lines}\n"
 
 
 def _rank(printer: Printer, op: Op) -> int:

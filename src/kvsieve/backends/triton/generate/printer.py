@@ -51,6 +51,7 @@ class Printer:
     dot: frozenset[int] = frozenset()
     pads: Mapping[int, int] = field(default_factory=dict)
     dots: int = 0
+    loaded: int = 0
     exact: bool = True
     vector_lines: list[str] = field(default_factory=list)
     combined: dict[tuple[Partial, str], list[Tile]] = field(default_factory=dict)

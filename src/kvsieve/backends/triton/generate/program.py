@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,9 +42,12 @@ class Built:
     source: str
     _constants: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
 
-    def function(self, number: int) -> Any:
-        name = self.kernels[number].name
-        return getattr(load_source(name.rpartition("_")[0], self.source), name)
+    @cached_property
+    def functions(self) -> list[Any]:
+        """The kernels, imported."""
+        name = self.kernels[0].name.rpartition("_")[0]
+        module = load_source(name, self.source)
+        return [getattr(module, kernel.name) for kernel in self.kernels]
 
     def constant(self, kernel: Kernel, name: str, device: torch.device) -> torch.Tensor:
         key = f"{kernel.name}.{name}", device
@@ -90,7 +94,7 @@ class Generated:
         """The kernels of a variant."""
         if variant not in self._built:
             kernels = [self._kernel(number, variant) for number in range(len(self.plan.stages))]
-            tilings = [tiling(kernel, variant.heads, self.title) for kernel in kernels]
+            tilings = [tiling(kernel, variant.heads, self.title, self.summaries) for kernel in kernels]
             if self.plan.scans:
                 pages = min(one.pages for one in tilings)
                 tilings = [replace(one, pages=pages) for one in tilings]
@@ -139,12 +143,12 @@ class Generated:
             constants += [tile.pages, heads]
             constants += [tile.each, dot_type(pool.k.dtype)] if kernel.loops else []
             grid = (chunks[number] * (1 if kernel.wide else heads // tile.each), requests)
-            built.function(number)[grid](
+            built.functions[number][grid](
                 *values,
                 *shared,
                 heads,
                 *constants,
-                **dependent_launch(pool.k.device),
+                **dependent_launch(pool.k.device, grid[0] * grid[1]),
                 num_warps=tile.warps,
                 num_stages=tile.stages,
             )

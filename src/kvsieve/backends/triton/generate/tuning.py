@@ -13,9 +13,11 @@ WIDE = 4096
 """Elements per page up to which all heads of a page are one row of a tile."""
 MOST = 1 << 18
 """Elements of one page (or of what does not vary over pages) above which nothing is generated."""
-MOST_PAGES = 1024
-DOT_TILE, DOT_WARPS, DOT_HEADS = 4096, 2, 2
-"""For kernels with tensor-core products: elements of a tile, warps, and heads that a program goes over."""
+MOST_PAGES = 512
+DOT_LOADED, DOT_HEADS = 8192, 2
+"""For kernels with tensor-core products: elements of the fields in a tile, and heads that a program goes over."""
+SUMMARY_TILE, SUMMARY_WARPS = 2048, 4
+"""For summarize, which few pages need at a time: elements of the largest tile, and warps."""
 FEWEST_DOT_PAGES = 16
 ELEMENTS_PER_WARP = 2048
 
@@ -36,7 +38,7 @@ def is_wide(heads: int, elements: int, fixed: int) -> bool:
     return power and heads > 1 and heads * max(elements, fixed) <= WIDE
 
 
-def tiling(kernel: Kernel, heads: int, name: str) -> Tiling:
+def tiling(kernel: Kernel, heads: int, name: str, summaries: bool = False) -> Tiling:
     """The tile of a kernel.
 
     Raises:
@@ -45,9 +47,12 @@ def tiling(kernel: Kernel, heads: int, name: str) -> Tiling:
     if max(kernel.largest, kernel.fixed) > MOST:
         raise Refused(f"{name} holds {max(kernel.largest, kernel.fixed)} values of one page at once, above {MOST}")
     if kernel.dots:
-        pages = _power(max(FEWEST_DOT_PAGES, min(MOST_PAGES, DOT_TILE // kernel.largest)))
-        return Tiling(pages, DOT_WARPS, 2, DOT_HEADS if heads % DOT_HEADS == 0 else 1)
+        pages = _power(max(FEWEST_DOT_PAGES, min(MOST_PAGES, 2 * DOT_LOADED // kernel.loaded - 1)))
+        return Tiling(pages, 4 if pages > 32 else 2, 2, DOT_HEADS if heads % DOT_HEADS == 0 else 1)
     elements = kernel.largest * (heads if kernel.wide else 1)
+    if summaries:
+        pages = _power(max(1, min(MOST_PAGES, SUMMARY_TILE // elements)))
+        return Tiling(pages, max(SUMMARY_WARPS, _power(min(16, pages * elements // ELEMENTS_PER_WARP or 1))))
     pages = _power(max(1, min(MOST_PAGES, TILE // elements)))
     held = max(pages * elements, kernel.fixed)
     warps = max(1, min(16, held // ELEMENTS_PER_WARP))

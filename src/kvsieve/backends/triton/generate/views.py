@@ -31,7 +31,7 @@ def regrouped(printer: Printer, op: Op, tile: Tile) -> Tile:
     rank = printer.lead + 1
     spread = f"tl.broadcast_to({name}{axis_index(rank - 1, rank)}, {shape_text((*lead, target))})"
     printer.count((*lead, target))
-    picked = f"tl.gather({flat.text}, {spread}, {rank - 1})"
+    picked = f"tl.gather({_lengthened(printer, flat, rank - 1, target)}, {spread}, {rank - 1})"
     return Tile(f"tl.reshape({picked}, {shape_text(wanted)})", wanted)
 
 
@@ -72,9 +72,24 @@ def gathered(printer: Printer, op: Op, shift: int) -> Tile:
     )
     base = source.text if source.dims == tuple(full) else f"tl.broadcast_to({source.text}, {shape_text(full)})"
     printer.count(full)
+    base = _lengthened(printer, Tile(base, tuple(full)), axis, wanted[axis])
     if str(op.dtype) == "torch.bool":
         return Tile(f"(tl.gather({base}.to(tl.int32), {held.text}, {axis}) != 0)", tuple(wanted))
     return Tile(f"tl.gather({base}, {held.text}, {axis})", tuple(wanted))
+
+
+def _lengthened(printer: Printer, tile: Tile, axis: int, size: Dim) -> str:
+    """The tile repeated along an axis to ``size``, if it is shorter: Triton 3.6 does not compile every gather of more
+    elements than there are."""
+    assert tile.dims is not None
+    before, own, after = tile.dims[:axis], tile.dims[axis], tile.dims[axis + 1 :]
+    assert isinstance(own, int) and isinstance(size, int)
+    if size <= own:
+        return tile.text
+    one, repeated = (*before, 1, own, *after), (*before, size // own, own, *after)
+    printer.count(repeated)
+    text = f"tl.broadcast_to({reshaped(tile, one).text}, {shape_text(repeated)})"
+    return f"tl.reshape({text}, {shape_text((*before, size, *after))})"
 
 
 def _without(dims: Sequence[Dim], axis: int) -> tuple[Dim, ...]:

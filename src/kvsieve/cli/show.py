@@ -1,0 +1,135 @@
+"""``kvsieve show``: a flow as it is traced, lowered and generated, with the bytes that it moves per page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+import typer
+from torch import fx
+
+from kvsieve.cli.flow_table import describe
+from kvsieve.cli.options import parse_dtype, parse_flow_arguments
+from kvsieve.dtypes import torch_name
+from kvsieve.errors import ConfigError
+from kvsieve.flow import check_page_size, choose_page_size, flow_name, load_flow
+from kvsieve.graph import FieldSpec, FlowGraphs, Geometry, trace_flow
+from kvsieve.lower import lower
+from kvsieve.ops import op_name, show
+from kvsieve.segment import SegmentGraph, is_symbolic
+
+INDENT = "    "
+
+
+def show_command(
+    flow: str = typer.Argument(..., metavar="FLOW", help="registered name, or file.py:ClassName"),
+    flow_arg: list[str] = typer.Option([], metavar="KEY=VALUE", help="argument of the flow; may be repeated"),
+    as_graph: bool = typer.Option(False, "--graph", help="the checked graph of one request and one KV head"),
+    as_lowered: bool = typer.Option(False, "--lowered", help="the batched graph that eager and compiled run"),
+    as_kernel: bool = typer.Option(False, "--kernel", help="the source that backend triton generates"),
+    page_size: int | None = typer.Option(None, min=1, help="tokens per page, for flows that take any  [default: 16]"),
+    head_dim: int = typer.Option(128, min=1, help="width of queries and keys"),
+    v_head_dim: int | None = typer.Option(None, min=1, help="width of values  [default: head_dim]"),
+    group: int = typer.Option(4, min=1, help="query heads per KV head"),
+    dtype: str = typer.Option("bf16", help="what K and V are stored in: fp32, bf16 or fp16"),
+) -> None:
+    """Show what becomes of a flow: fields, bytes per page, and its graph, lowered graph or generated source."""
+    if as_graph + as_lowered + as_kernel > 1:
+        raise ConfigError("expected one of --graph, --lowered and --kernel, received several; drop all but one")
+    built, kind = load_flow(flow, **parse_flow_arguments(flow_arg)), parse_dtype(dtype)
+    page = choose_page_size(built, page_size)
+    check_page_size(built, page)
+    geometry = Geometry(page, head_dim, head_dim if v_head_dim is None else v_head_dim, group)
+    graphs = trace_flow(built, geometry)
+    print(overview(graphs, kind))
+    text = kernel_text if as_kernel else lowered_text if as_lowered else graph_text
+    for method, graph in (("summarize", graphs.summarize), ("score", graphs.score)):
+        if graph is not None:
+            print(f"\n{text(graphs, method, graph)}")
+
+
+def overview(graphs: FlowGraphs, dtype: torch.dtype) -> str:
+    """Sizes, fields, and bytes per window page, KV head and step."""
+    shape = graphs.geometry
+    lines = [
+        f"{flow_name(graphs.flow)}: page {shape.page_size}, head_dim {shape.head_dim}, V {shape.v_head_dim}, "
+        f"{shape.group} query heads per KV head, K and V in {torch_name(dtype)}"
+    ]
+    for what, fields in (("summary", graphs.summary_fields), ("state", graphs.state_fields)):
+        listed = ", ".join(f"{name} {describe(spec)}" for name, spec in fields.items())
+        lines.append(f"{what} fields: {listed or 'none'}")
+    if graphs.score is None:
+        return "\n".join([*lines, "no score: sink and recent pages only"])
+    parts = [f"{name} {size}" for name, size in moved(graphs, dtype).items()]
+    total = graphs.score_bytes_per_page(dtype)
+    return "\n".join(
+        [*lines, f"score moves {total} bytes per window page and KV head: {', '.join(parts) or 'nothing'}"]
+    )
+
+
+def moved(graphs: FlowGraphs, dtype: torch.dtype) -> Mapping[str, int]:
+    """Bytes per window page and KV head that ``score`` reads and writes, by field."""
+    shape = graphs.geometry
+    fields = {
+        "k": FieldSpec((shape.page_size, shape.head_dim), None),
+        "v": FieldSpec((shape.page_size, shape.v_head_dim), None),
+        **graphs.summary_fields,
+        **graphs.state_fields,
+    }
+    reads = {f"{name} read": fields[name].bytes(dtype) for name in graphs.score_reads if name in fields}
+    return reads | {f"{name} written": fields[name].bytes(dtype) for name in graphs.state_writes}
+
+
+def graph_text(graphs: FlowGraphs, method: str, graph: SegmentGraph) -> str:
+    """One line a value: name, op, operands, shape."""
+    names = {node: name for name, node in graph.trace.inputs.items()}
+    names |= {node: node.name.removeprefix("c_") for node in graph.trace.constants}
+    lines = [f"{method}({', '.join(graph.reads)}):"]
+    for node in graph.nodes:
+        if node.op == "call_function" and not is_symbolic(node) and isinstance(node.meta.get("val"), torch.Tensor):
+            what = f"{op_name(node.target) or 'getitem'}({_arguments(node, names)})"
+            dtype = node.meta["val"].dtype
+            kind = "" if dtype is torch.float32 else f" {torch_name(dtype)}"
+            lines.append(f"{INDENT}{node.name} = {what}  # {show(graph.shape_of(node))}{kind}")
+    results = ", ".join(f"{name}: {names.get(node, node.name)}" for name, node in graph.outputs.items())
+    return "\n".join([*lines, f"{INDENT}return {{{results}}}"])
+
+
+def _arguments(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    def text(value: object) -> str:
+        if isinstance(value, fx.Node):
+            return "W" if is_symbolic(value) else names.get(value, value.name)
+        if isinstance(value, (list, tuple)):
+            return "[" + ", ".join(map(text, value)) + "]"
+        return torch_name(value) if isinstance(value, torch.dtype) else repr(value)
+
+    given = [text(value) for value in node.args]
+    return ", ".join([*given, *(f"{key}={text(value)}" for key, value in node.kwargs.items())])
+
+
+def lowered_text(graphs: FlowGraphs, method: str, graph: SegmentGraph) -> str:
+    """The batched ragged graph as Python."""
+    program = lower(graph)
+    code = re.sub(r";\s+(\w+ = )+None", "", program.module.code.strip())
+    return f"# {method}: N segments side by side, the page axis padded to W, valid [N, W]\n{code}"
+
+
+def kernel_text(graphs: FlowGraphs, method: str, graph: SegmentGraph) -> str:
+    """Generated Triton source.
+
+    Raises:
+        ConfigError: the flow is refused, or triton is not installed.
+    """
+    try:
+        from kvsieve.backends.triton.generate import Refused, generate_score, generate_summarize
+    except ImportError as error:
+        raise ConfigError(
+            f"--kernel: expected triton to be installed, received {error}; pip install triton, or use --lowered"
+        ) from error
+    try:
+        return (generate_score if method == "score" else generate_summarize)(graphs).source.strip()
+    except Refused as refusal:
+        raise ConfigError(
+            f"{flow_name(graphs.flow)}: no kernel is generated: {refusal.reason}; backend triton+compiled runs it"
+        ) from refusal

@@ -1,0 +1,75 @@
+"""``kvsieve show``: what a flow becomes, and the bytes that it moves."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvsieve.flow import build_flow
+from kvsieve.graph import Geometry, trace_flow
+from kvsieve.lower import lower
+from test_cli import run
+
+TOO_LARGE = """
+from kvsieve.flow import Flow
+
+class Outer(Flow):
+    def score(self, q, pages):
+        k = pages["k"]
+        return (k[:, :, None, :, None] * k[:, None, :, None, :]).tanh().amax((1, 2, 3, 4))
+"""
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run("show", *arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_overview_counts_bytes_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "gqa_quest_sparse_attention", "--head-dim", "80", "--dtype", "fp32")
+    assert "score moves 640 bytes per window page and KV head: k_max read 320, k_min read 320" in text
+    text = shown(capsys, "h2o_token_sparse_attention")
+    assert "page 1, head_dim 128" in text and "264 bytes" in text
+    assert "k read 256, heavy read 4, heavy written 4" in text and "state fields: heavy [] float32" in text
+    assert "no score" in shown(capsys, "streaming_llm")
+
+
+def test_graph_has_a_line_and_a_shape_for_each_value(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "h2o", "--graph", "--group", "3")
+    assert "matmul = matmul(mul, numpy_t)  # [3, W]" in text and "mean = mean(k, [0])  # [128]" in text
+    assert text == shown(capsys, "h2o", "--group", "3"), "the graph is what is shown unless something else is asked for"
+
+
+def test_lowered_graph_is_the_code_that_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "gqa_block_sparse_attention", "--lowered")
+    assert "= None" not in text
+    (code,) = [part for part in text.split("\n\n") if part.startswith("# score")]
+    graphs = trace_flow(build_flow("gqa_block_sparse_attention"), Geometry(16, 128, 128, 4))
+    assert graphs.score is not None
+    names: dict = {"torch": torch, "inf": float("inf"), "device": torch.device}
+    exec(compile(ast.parse(code), "shown", "exec"), names)
+    valid = torch.arange(5) < torch.tensor([[5], [2]])
+    inputs = torch.randn(2, 4, 128), torch.randn(2, 5, 128)
+    assert torch.equal(names["forward"](None, valid, *inputs)[0], lower(graphs.score).module(valid, *inputs)[0])
+
+
+def test_kernel_is_source(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    text = shown(capsys, "h2o", "--kernel")
+    score = text[text.index('"""h2o score') :]
+    functions = [node.name for node in ast.parse(score).body if isinstance(node, ast.FunctionDef)]
+    assert functions == ["h2o_score_0", "h2o_score_1"]
+
+
+def test_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run("show", "h2o", "--graph", "--kernel") == 2
+    assert "expected one of --graph, --lowered and --kernel" in capsys.readouterr().err
+    assert run("show", "h2o_token_sparse_attention", "--page-size", "4") == 2
+    assert "requires page_size 1" in capsys.readouterr().err
+    pytest.importorskip("triton")
+    (tmp_path / "outer.py").write_text(TOO_LARGE)
+    assert run("show", f"{tmp_path / 'outer.py'}:Outer", "--kernel") == 2
+    assert "no kernel is generated: Outer score holds 4194304 values" in capsys.readouterr().err
