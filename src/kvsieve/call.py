@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kvsieve.backends.base import AttentionOptions, Backend, Selection
+from kvsieve.backends.base import AttentionOptions, Backend, Increment, Selection
 from kvsieve.budget import Budget
 from kvsieve.errors import ConfigError
 from kvsieve.layers import Layer, Layers
@@ -275,8 +275,8 @@ class Call:
         padded = torch.nn.functional.pad(sums * update.unit, (0, pages * pool.page_size - sums.shape[1]))
         pool.add_mass(rows.expand(len(sums), -1), padded.unflatten(1, (pages, pool.page_size)))
 
-    def _add_mass(self, pool: LayerPool, plan: Plan, selection: Selection, increment: torch.Tensor) -> None:
-        """Add what a step's attention gave the selected tokens: increment [B, H, K, p]."""
+    def _add_mass(self, pool: LayerPool, plan: Plan, selection: Selection, increment: Increment) -> None:
+        """Add what a step's attention gave the selected tokens."""
         self.host.backend.add_mass(pool, plan.rows, plan.mass, selection, increment)
 
     def _count(self, layer: Layer, plan: Plan, quota: Quota) -> None:

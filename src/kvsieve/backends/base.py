@@ -14,6 +14,9 @@ from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.slots import Trim, occupy, trim
 from kvsieve.plan import MassRows, Quota, Rows, Window, Writes
 
+Increment = Any
+"""What a step adds to the mass of the selected tokens: float32 [B, H, K, p], 0 for tokens that are not there; or what a
+backend makes that of."""
 PHASES = ("write", "summarize", "score", "select", "attend", "mass")
 """What a step does to a layer, in order."""
 
@@ -123,17 +126,15 @@ class Backend(ABC):
     @abstractmethod
     def attend(
         self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, Increment | None]:
         """Exact attention over the selection.
 
-        q [B, H, G, D] -> out [B, H, G, Dv] in q's dtype, lse [B, H, G] float32, and with ``options.mass`` what the
-        step adds to the mass of the selected tokens: float32 [B, H, K, p], 0 for tokens that are not there.
+        q [B, H, G, D] -> out [B, H, G, Dv] in q's dtype, lse [B, H, G] float32, and with ``options.mass`` what
+        :meth:`add_mass` takes.
         """
 
-    def add_mass(
-        self, pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, increment: torch.Tensor
-    ) -> None:
-        """Add what a step's attention gave the selected tokens, increment [B, H, K, p], to their stored mass.
+    def add_mass(self, pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, increment: Increment) -> None:
+        """Add what a step's attention gave the selected tokens to their stored mass.
 
         What the requests have stored is rebased first where ``mass`` says so.
         """

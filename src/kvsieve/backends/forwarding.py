@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvsieve.backends.base import AttentionOptions, Backend, Selection
+from kvsieve.backends.base import AttentionOptions, Backend, Increment, Selection
 from kvsieve.graph import FlowGraphs
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.slots import Trim
@@ -48,12 +48,10 @@ class ForwardingBackend(Backend):
 
     def attend(
         self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, Increment | None]:
         return self.inner.attend(q, pool, rows, selection, options)
 
-    def add_mass(
-        self, pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, increment: torch.Tensor
-    ) -> None:
+    def add_mass(self, pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, increment: Increment) -> None:
         self.inner.add_mass(pool, rows, mass, selection, increment)
 
     def prompt_mass(

@@ -211,7 +211,7 @@ def shape_for(pool: LayerPool, batch: int, width: int) -> Shape:
         return Shape(ONE_TILE, 4, 1, ONE_TILE, -(-longest // ONE_TILE))
     tokens = 32 if pool.dtype.itemsize == 2 else 16
     chunk = -(-chunk // tokens) * tokens
-    return Shape(tokens, 4, 5, chunk, -(-longest // chunk))
+    return Shape(tokens, 2 if segments < 32 else 4, 5, chunk, -(-longest // chunk))
 
 
 def attend(

@@ -22,7 +22,7 @@ from kvsieve.backends.triton.generate import (
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.backends.triton.seed import prompt_mass
 from kvsieve.backends.triton.select import select
-from kvsieve.backends.triton.store import add_mass, increments, write
+from kvsieve.backends.triton.store import Logits, add_mass, write
 from kvsieve.errors import ConfigError
 from kvsieve.graph import FlowGraphs
 from kvsieve.paging.pool import LayerPool
@@ -87,17 +87,15 @@ class TritonBackend(Backend):
 
     def attend(
         self, q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, Logits | None]:
         out, lse, raw = attend(q, pool, rows, selection, options)
         if raw is None or options.mass is None:
             return out, lse, None
-        return out, lse, increments(raw, lse, rows, selection, pool.page_size, options.mass)
+        return out, lse, Logits(raw, lse, options.mass.group)
 
-    def add_mass(
-        self, pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, increment: torch.Tensor
-    ) -> None:
+    def add_mass(self, pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, increment: Logits) -> None:
         self.rebase(pool, rows, mass)
-        add_mass(pool, mass, selection, increment)
+        add_mass(pool, rows, mass, selection, increment)
 
     def prompt_mass(
         self, q: torch.Tensor, pool: LayerPool, blocks: torch.Tensor, first: int, options: AttentionOptions

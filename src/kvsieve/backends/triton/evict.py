@@ -27,8 +27,9 @@ def _evict_kernel(
     blocks += b * b_b
     rows += b * r_b
     position += h * pos_h
+    last = stored - 1  # holds the newest token, which stays
     slot = tl.arange(0, BLOCK)
-    there = slot < stored
+    there = slot < last
     row = tl.load(rows + slot // P, mask=there, other=0)
     where = tl.load(position + row * pos_r + slot % P, mask=there, other=0)
     rank = 2147483647 - where
@@ -37,10 +38,9 @@ def _evict_kernel(
         held = tl.load(mass + row * mass_r + slot % P, mask=there, other=0.0)
         bits = tl.where(held != held, -1, held.to(tl.int32, bitcast=True))  # never negative: bits order like values
         rank += bits.to(tl.int64) << 32
-    stays = (where < sink) | (where >= tl.load(recent + b)) | (slot >= stored)
+    stays = (where < sink) | (where >= tl.load(recent + b)) | (slot >= last)
     rank = tl.where(stays, 9223372036854775807, rank)
     gone = tl.sum(tl.where(rank == tl.min(rank, 0), slot, 0), 0)
-    last = stored - 1
     to_row, to_block = tl.load(rows + gone // P), tl.load(blocks + gone // P)
     from_row, from_block = tl.load(rows + last // P), tl.load(blocks + last // P)
     to_place, from_place = gone % P, last % P
@@ -64,6 +64,6 @@ def evict_one(pool: LayerPool, one: Trim) -> None:
         pool.k, pool.v, position, mass, one.blocks, one.rows, one.recent, one.stored, one.sink,
         *(*pool.k.stride()[:3], *pool.v.stride()[:3], *position.stride()[:2]),
         *((0, 0) if mass is None else mass.stride()[:2]), *(one.blocks.stride(0), one.rows.stride(0)),
-        P=pool.page_size, D=d, DV=dv, BLOCK=power_of_two(one.stored), WIDTH=power_of_two(max(d, dv)),
+        P=pool.page_size, D=d, DV=dv, BLOCK=power_of_two(one.kept), WIDTH=power_of_two(max(d, dv)),
         MASS=mass is not None, num_warps=4, **dependent_launch(pool.device),
     )  # fmt: skip

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from kvsieve.backends.base import Selection
 from kvsieve.backends.triton.launch import dependent_launch, let_next_start, power_of_two, wait_for_inputs
-from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.slots import POSITION
 from kvsieve.plan import MassRows, Rows, Writes
@@ -53,87 +54,70 @@ def write(pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> 
     )  # fmt: skip
 
 
-@triton.jit
-def _increment_kernel(
-    raw, lse, count, lengths, out, heads, group, raw_g, P: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    REDUCTION: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """What some tokens of one segment's list get: exp(logit - lse), reduced over the group."""
-    wait_for_inputs(PDL)
-    h = tl.program_id(0).to(tl.int64)
-    b = tl.program_id(1).to(tl.int64)
-    length = tl.load(lengths + b)
-    tokens = (tl.load(count + b) - (length + P - 1) // P) * P + length
-    segment = b * heads + h
-    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    row = tl.arange(0, ROWS)
-    there = (row < group)[:, None] & (token < tokens)[None, :]
-    logits = tl.load(raw + (segment * group + row)[:, None] * raw_g + token[None, :], mask=there, other=float("-inf"))
-    total = tl.load(lse + segment * group + row, mask=row < group, other=0.0) * 1.4426950408889634
-    p = tl.where(there, tl.exp2(logits - total[:, None]), 0.0)
-    if REDUCTION == "max":
-        reduced = tl.max(p, 0)
-    else:
-        reduced = tl.sum(p, 0)
-        if REDUCTION == "mean":
-            reduced = reduced / group
-    tl.store(out + segment * raw_g + token, reduced, mask=token < raw_g)
-    let_next_start(PDL)
+@dataclass(frozen=True)
+class Logits:
+    """What a step attended with: raw logits [B, H, G, K * p] in units of log 2, lse [B, H, G], and how probabilities of
+    a group become one number."""
 
-
-def increments(
-    raw: torch.Tensor, lse: torch.Tensor, rows: Rows, selection: Selection, page_size: int, mass: AttentionMass
-) -> torch.Tensor:
-    """From raw logits [B, H, G, K * p] in units of log 2 and lse [B, H, G]: what a step adds, [B, H, K, p]."""
-    batch, heads, group, width = raw.shape
-    out = torch.empty(batch, heads, width, dtype=torch.float32, device=raw.device)
-    tokens = min(1024, power_of_two(width, 16))
-    _increment_kernel[heads, batch, -(-width // tokens)](
-        raw, lse, selection.count, rows.lengths_tensor, out, heads, group, width,
-        P=page_size, ROWS=power_of_two(group), TOKENS=tokens, REDUCTION=mass.group, num_warps=4,
-        **dependent_launch(raw.device),
-    )  # fmt: skip
-    return out.view(batch, heads, -1, page_size)
+    raw: torch.Tensor
+    lse: torch.Tensor
+    reduction: str
 
 
 @triton.jit
-def _add_kernel(
-    increment, pages, count, rows, unit, mass, mass_sum,
-    i_b, i_h, i_k, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
-    P: tl.constexpr, BLOCK_P: tl.constexpr, PAGES: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr,
+def _mass_kernel(
+    raw, lse, pages, count, lengths, rows, unit, mass, mass_sum,
+    raw_g, group, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
+    P: tl.constexpr, BLOCK_P: tl.constexpr, PAGES: tl.constexpr, REDUCTION: tl.constexpr, SUM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Mass of some listed pages of one segment. A list names no page twice, and state rows belong to one request."""
-    wait_for_inputs(PDL)
     h = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(2) * PAGES + tl.arange(0, PAGES)
-    listed = place < tl.load(count + b)
-    page = tl.load(pages + b * p_b + h * p_h + place, mask=listed, other=0)
-    row = tl.load(rows + b * r_b + page, mask=listed, other=0)
-    offset = tl.arange(0, BLOCK_P)
-    there = listed[:, None] & (offset < P)[None, :]
-    new = tl.load(increment + b * i_b + h * i_h + place[:, None] * i_k + offset[None, :], mask=there, other=0.0)
-    new = new * tl.load(unit + b)
-    at = mass + h * m_h + (row * m_r)[:, None] + offset[None, :]
-    tl.store(at, tl.load(at, mask=there, other=0.0) + new, mask=there)
-    if SUM:
-        at_sum = mass_sum + h * s_h + row * s_r
-        tl.store(at_sum, tl.load(at_sum, mask=listed, other=0.0) + tl.sum(new, 1), mask=listed)
+    first = tl.program_id(2) * PAGES
+    listed = tl.load(count + b)
+    length = tl.load(lengths + b)
+    wait_for_inputs(PDL)
+    if first < listed:
+        tokens = (listed - (length + P - 1) // P) * P + length
+        place = first + tl.arange(0, PAGES)
+        page = tl.load(pages + b * p_b + h * p_h + place, mask=place < listed, other=0)
+        row = tl.load(rows + b * r_b + page, mask=place < listed, other=0)
+        offset = tl.arange(0, BLOCK_P)
+        token = place[:, None] * P + offset[None, :]
+        there = (offset < P)[None, :] & (token < tokens)
+        new = tl.zeros([PAGES, BLOCK_P], tl.float32)
+        segment = (b * tl.num_programs(0) + h) * group
+        for one in range(group):
+            logits = tl.load(raw + (segment + one) * raw_g + token, mask=there, other=float("-inf"))
+            total = tl.load(lse + segment + one) * 1.4426950408889634
+            p = tl.where(there, tl.exp2(logits - total), 0.0)
+            new = tl.maximum(new, p) if REDUCTION == "max" else new + p
+        if REDUCTION == "mean":
+            new = new / group
+        new = new * tl.load(unit + b)
+        at = mass + h * m_h + (row * m_r)[:, None] + offset[None, :]
+        tl.store(at, tl.load(at, mask=there, other=0.0) + new, mask=there)
+        if SUM:
+            at_sum = mass_sum + h * s_h + row * s_r
+            tl.store(at_sum, tl.load(at_sum, mask=place < listed, other=0.0) + tl.sum(new, 1), mask=place < listed)
     let_next_start(PDL)
 
 
-def add_mass(pool: LayerPool, mass: MassRows, selection: Selection, increment: torch.Tensor) -> None:
-    """Add increments [B, H, K, p] to the stored mass of the listed pages."""
-    batch, heads, listed, p = increment.shape
-    increment = increment if increment.stride(3) == 1 else increment.contiguous()
+def add_mass(pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, logits: Logits) -> None:
+    """Add the probabilities of the listed tokens to their stored mass."""
+    batch, heads, listed = selection.pages.shape
+    p, group = pool.page_size, logits.raw.shape[2]
     block = power_of_two(p)
-    pages = max(1, min(power_of_two(listed), 1024 // block))
+    pages = max(1, min(power_of_two(listed), 512 // block))
     sums = pool.state.get("mass_sum")
-    _add_kernel[heads, batch, -(-listed // pages)](
-        increment, selection.pages, selection.count, mass.table, mass.unit, pool.state["mass"], sums,
-        *(*increment.stride()[:3], *selection.pages.stride()[:2], mass.table.stride(0)),
+    _mass_kernel[heads, batch, -(-listed // pages)](
+        logits.raw, logits.lse, selection.pages, selection.count, rows.lengths_tensor, mass.table, mass.unit,
+        pool.state["mass"], sums,
+        *(logits.raw.stride(2), group, *selection.pages.stride()[:2], mass.table.stride(0)),
         *(*_row_strides(pool.state["mass"]), *_row_strides(sums)),
-        P=p, BLOCK_P=block, PAGES=pages, SUM=sums is not None, num_warps=4, **dependent_launch(increment.device),
+        P=p, BLOCK_P=block, PAGES=pages, REDUCTION=logits.reduction, SUM=sums is not None, num_warps=2,
+        **dependent_launch(pool.device, heads * batch * -(-listed // pages)),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvsieve.backends.triton.generate.errors import Refused
 from kvsieve.backends.triton.generate.kernel import Kernel
 
-TILE = 16384
+TILE = 8192
 """Elements of the largest tile of a kernel."""
 WIDE = 4096
 """Elements per page up to which all heads of a page are one row of a tile."""
