@@ -32,6 +32,9 @@ class StepGraph(Generic[T]):
             the caller fills before each step, and returns tensors. It must not wait for the device.
         device: of all layers. On a CPU there are no graphs, and every step runs op by op.
 
+    Attributes:
+        graph: the captured step, None before it is captured. Replayed by itself it does the newest step again.
+
     Raises:
         ConfigError: the device is not available.
         OutOfPages: a limited pool that is too small.
@@ -57,7 +60,7 @@ class StepGraph(Generic[T]):
         self._memory = StepMemory(self.device, len(self.requests), runtime.tables.pages(self.until))
         self._warm: object = None
         self._captured: object = None
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
         self._result: T | None = None
 
     def step(self) -> T:
@@ -86,14 +89,14 @@ class StepGraph(Generic[T]):
             self._warm = kind
             return self._body(call, plan)
         if kind != self._captured:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 self._result = self._body(call, plan)
             self._captured = kind
         else:
             call.replayed()
-        assert self._graph is not None and self._result is not None
-        self._graph.replay()
+        assert self.graph is not None and self._result is not None
+        self.graph.replay()
         return self._result
 
     def _body(self, call: Call, plan: StepPlan) -> T:

@@ -38,6 +38,8 @@ class Case:
 
     ``kind``: ``sparse``, or one of the cases in which a step has nothing to choose (``under budget``,
     ``budget = length``). ``checked``: segments whose step was compared with float64 before anything was timed.
+    ``single``: on a GPU, median and least seconds of a step by itself, the cache flushed; the other times are those
+    among many in one graph.
     """
 
     kind: str
@@ -47,6 +49,7 @@ class Case:
     phases: tuple[Phase, ...]
     dense: tuple[DenseTime, ...]
     checked: int
+    single: tuple[float, float] | None = None
 
     @property
     def step(self) -> Phase:

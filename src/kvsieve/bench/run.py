@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from kvsieve.backends.base import PHASES
 from kvsieve.bench.check import check_step
-from kvsieve.bench.dense import UNFAIR, Dense
+from kvsieve.bench.dense import UNFAIR, dense_forms
+from kvsieve.bench.gpu import fitting_layers, measure_in_graphs
 from kvsieve.bench.result import Case, DenseTime, FlowResult, Measurement, Phase
 from kvsieve.bench.setting import Setting
 from kvsieve.bench.stack import Stack
 from kvsieve.bench.timing import Clock, copy_bandwidth
 from kvsieve.dtypes import torch_name
 from kvsieve.flow import Flow, flow_name
+
+CPU_LAYERS = 4
 
 
 def run_bench(
@@ -51,22 +54,45 @@ def measure_case(
     flow: Flow, kind: str, context: int, setting: Setting, tick: Callable[[], None] = lambda: None
 ) -> Case:
     """Verify one flow at one context, then time it and dense attention in turn."""
+    setting = _with_layers(flow, setting, context)
     stack = Stack(flow, setting, context)
     checked = check_step(stack)
     pages, kept = int(stack.quota.pages[0]), int(stack.quota.count[0])
-    phases, sizes, kernels = stack.phases(), stack.bytes(), setting_kernels(stack)
-    dense = Dense(setting, stack.keys, stack.values)
-    forms = dense.forms()
-    runs = {**phases, "step": lambda layer: stack.step(), **forms}
+    sizes, kernels = stack.bytes(), setting_kernels(stack)
+    forms = dense_forms(stack)
+    if setting.on_gpu:
+        times, single = measure_in_graphs(stack, forms, tick)
+        how = f"backend {setting.backend}, {setting.layers} layers in a CUDA graph"
+    else:
+        times, single = _measure_calls(stack, forms, tick), None
+        how = f"backend {setting.backend}, {setting.layers} layers a step"
+    rows = [Phase(name, *times[name], sizes[name], kernels[name]) for name in PHASES if name in times]
+    moved = sum(sizes[row.name] for row in rows if row.name != "summarize")
+    moved += sizes["summarize"] // stack.runtime.page_size
+    rows.append(Phase("step", *times["step"], moved, how))
+    compared = tuple(DenseTime(name, *times[name], name != UNFAIR) for name in forms)
+    return Case(kind, context, pages, kept, tuple(rows), compared, checked, single)
+
+
+def _with_layers(flow: Flow, setting: Setting, context: int) -> Setting:
+    """The setting with a number of layers, where none was asked for."""
+    if setting.layers:
+        return setting
+    if not setting.on_gpu:
+        return replace(setting, layers=CPU_LAYERS)
+    tokens = min(context, setting.budget_of(flow).kept(0) * setting.page_size_of(flow))
+    return replace(setting, layers=fitting_layers(setting, context, setting.dense_bytes(tokens)))
+
+
+def _measure_calls(
+    stack: Stack, forms: Mapping[str, Callable[[int], object]], tick: Callable[[], None]
+) -> dict[str, tuple[float, float]]:
+    setting = stack.setting
+    runs = {**stack.phases(), "step": lambda layer: stack.step(), **forms}
     clock = Clock(torch.device(setting.device), setting.layers, setting.repeats)
     times = clock.measure(runs, {"step": stack.rewind}, tick)
-    rows = [Phase(name, *times[name], sizes[name], kernels[name]) for name in PHASES if name in phases]
-    moved = sum(sizes[name] for name in phases if name != "summarize")
-    moved += sizes["summarize"] // stack.runtime.page_size
     median, least = (seconds / setting.layers for seconds in times["step"])
-    rows.append(Phase("step", median, least, moved, f"backend {setting.backend}, {setting.layers} layers a step"))
-    compared = tuple(DenseTime(name, *times[name], name != UNFAIR) for name in forms)
-    return Case(kind, context, pages, kept, tuple(rows), compared, checked)
+    return {**times, "step": (median, least)}
 
 
 def setting_kernels(stack: Stack) -> dict[str, str]:

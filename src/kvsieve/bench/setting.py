@@ -15,7 +15,7 @@ from kvsieve.flow import Flow
 class Setting:
     """The geometry of a measurement.
 
-    ``budget`` counts pages of ``page_size`` tokens; ``layers`` share a step's plan.
+    ``budget`` counts pages of ``page_size`` tokens; ``layers`` share a step's plan; 0: as many as suit the device.
     """
 
     device: str = "cpu"
@@ -27,13 +27,18 @@ class Setting:
     page_size: int = 16
     budget: Budget = field(default_factory=lambda: Budget(64, 1, 2))
     dtype: torch.dtype = torch.bfloat16
-    layers: int = 4
+    layers: int = 0
     repeats: int = 25
 
     @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.query_heads // self.kv_heads
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether times are taken on a CUDA device."""
+        return self.device.startswith("cuda")
 
     def page_size_of(self, flow: Flow) -> int:
         """The page size that a flow runs at: its own, if it requires one."""

@@ -25,6 +25,9 @@ from kvsieve.flow import load_flow
 DEFAULT_FLOWS = ("block_sparse_attention", "gqa_quest_sparse_attention")
 DEFAULT_CONTEXTS = (4096, 16384)
 FLOWS_HELP = f"registered name, or file.py:ClassName; may be repeated  [default: {', '.join(DEFAULT_FLOWS)}]"
+LAYERS_HELP = (
+    "layers that share a step's plan; each finds its memory cold  [default: 4; on a GPU enough to exceed its cache]"
+)
 SEEDING_CONTEXTS = (2048, 4096, 8192)
 SEEDING_HELP = "measure instead what seeding attention mass costs beside dense prefill, at 2048, 4096 and 8192 tokens"
 CONTEXTS_HELP = "tokens per request; may be repeated  [default: 4096, 16384]"
@@ -33,7 +36,7 @@ CONTEXTS_HELP = "tokens per request; may be repeated  [default: 4096, 16384]"
 def bench_command(
     flow: list[str] = typer.Option([], help=FLOWS_HELP),
     context: list[int] = typer.Option([], min=3, help=CONTEXTS_HELP),
-    backend: str = typer.Option("compiled", help="backend to measure"),
+    backend: str | None = typer.Option(None, help="backend to measure  [default: triton on a GPU, else compiled]"),
     device: str = typer.Option("cpu", help="cpu, cuda, cuda:1, ..."),
     batch: int = typer.Option(1, min=1, help="requests in the batch"),
     heads: str = typer.Option("32/8", help="query heads/KV heads"),
@@ -42,7 +45,7 @@ def bench_command(
     budget: str = typer.Option("64+1+2", help="pages chosen+sink+recent; the same tokens for flows of another page"),
     dtype: str = typer.Option("bf16", help="fp32, bf16 or fp16: of q, K and V"),
     threads: int | None = typer.Option(None, min=1, help="CPU threads  [default: torch's]"),
-    layers: int = typer.Option(4, min=1, help="layers that share a step's plan; each finds its memory cold"),
+    layers: int | None = typer.Option(None, min=1, help=LAYERS_HELP),
     repeats: int = typer.Option(25, min=3, help="measurements of each phase"),
     json_file: str | None = typer.Option(None, "--json", metavar="FILE", help="write the numbers here; - is stdout"),
     plot: str | None = typer.Option(None, metavar="FILE.png", help="draw time against context here"),
@@ -52,9 +55,10 @@ def bench_command(
 
     Bandwidths count the bytes that a phase has to move; no time is shown for a step that is wrong.
     """
+    check_device(device)
+    backend = backend or ("triton" if device.startswith("cuda") else "compiled")
     if backend not in backend_names():
         raise UnknownName("backend", backend, backend_names())
-    check_device(device)
     query_heads, kv_heads = parse_heads(heads)
     kind, pages = parse_dtype(dtype), parse_budget(budget)
     built = [load_flow(name) for name in flow or DEFAULT_FLOWS]
@@ -62,7 +66,9 @@ def bench_command(
     check_plot(None if plot is None else Path(plot))
     if threads is not None:
         torch.set_num_threads(threads)
-    setting = Setting(device, backend, batch, query_heads, kv_heads, head_dim, page_size, pages, kind, layers, repeats)
+    setting = Setting(
+        device, backend, batch, query_heads, kv_heads, head_dim, page_size, pages, kind, layers or 0, repeats
+    )
     if seeding:
         if flow or plot:
             raise ConfigError("--seeding measures no flow and draws no plot: expected neither --flow nor --plot")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from kvsieve.bench import Case, FlowResult, Measurement
+from kvsieve.bench import CPU_LAYERS, Case, FlowResult, Measurement
 from kvsieve.cli.terminal import output
 
 PIPE_WIDTH = 120
@@ -22,8 +24,8 @@ def print_measurement(measurement: Measurement) -> None:
         Text(
             f"{s['backend']} on {s.get('gpu', s['device'])}, {s['threads']} threads, {s['dtype']}, batch {s['batch']}, "
             f"heads {s['query_heads']}/{s['kv_heads']} x {s['head_dim']}, page {s['page_size']}, budget "
-            f"{budget['topk']}+{budget['sink']}+{budget['recent']} pages; times per layer, {s['layers']} layers "
-            f"a step, median of {s['repeats']}; copy bandwidth {measurement.copy_bandwidth / 1e9:.1f} GB/s",
+            f"{budget['topk']}+{budget['sink']}+{budget['recent']} pages; times per layer, {timer(s)}, "
+            f"median of {s['repeats']}; copy bandwidth {measurement.copy_bandwidth / 1e9:.1f} GB/s",
             style="dim",
         )
     )
@@ -34,6 +36,8 @@ def print_measurement(measurement: Measurement) -> None:
             if case.kind == "sparse":
                 console.print(phase_table(case, measurement.copy_bandwidth))
                 console.print(Text(dense_words(case)))
+                if case.single is not None:
+                    console.print(Text(single_words(case)))
         console.print(summary(flow))
     if any(case.step.seconds > BUSY * case.step.least for flow in measurement.flows for case in flow.cases):
         console.print(
@@ -79,6 +83,22 @@ def phase_table(case: Case, copy_bandwidth: float) -> Table:
             Text(phase.kernel),
         )
     return table
+
+
+def timer(setting: dict[str, Any]) -> str:
+    """Which clock the times are of."""
+    if str(setting["device"]).startswith("cuda"):
+        return "chain timer (many calls in one CUDA graph, cold memory)"
+    return f"{setting['layers'] or CPU_LAYERS} layers a step"
+
+
+def single_words(case: Case) -> str:
+    """A step by itself, in one line."""
+    assert case.single is not None
+    median, least = (1e6 * seconds for seconds in case.single)
+    return (
+        f"single timer (one step of one layer in a graph, cache flushed by reading): {median:.1f} µs, least {least:.1f}"
+    )
 
 
 def dense_words(case: Case) -> str:

@@ -1,0 +1,114 @@
+"""Clocks of a GPU: many calls in one CUDA graph, as a model runs them, and one call after the cache was flushed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvsieve.bench.setting import Setting
+from kvsieve.bench.stack import Stack
+from kvsieve.stepgraph import StepGraph
+
+LAUNCHES = 16
+"""Calls in a graph, at least: its own start is shared by them."""
+FLUSH_BYTES = 256 << 20
+FEWEST_LAYERS, MOST_LAYERS = 4, 32
+MEMORY_SHARE = 0.6
+"""Of the free memory, that a measurement's layers may take."""
+
+Times = tuple[float, float]
+"""Median and least seconds."""
+
+
+@dataclass(frozen=True)
+class GraphClock:
+    """Times calls on a GPU by its events; ``layers`` take turns, so that each call finds its memory cold."""
+
+    device: torch.device
+    layers: int
+    repeats: int
+
+    def chain(self, run: Callable[[int], object]) -> Times:
+        """Seconds of a call among many in one graph."""
+        rounds = -(-LAUNCHES // self.layers)
+        calls = [layer for _ in range(rounds) for layer in range(self.layers)]
+        return self.replay(_captured(lambda: [run(layer) for layer in calls]), len(calls))
+
+    def replay(self, graph: torch.cuda.CUDAGraph, calls: int) -> Times:
+        """Seconds of one of the calls that a graph holds."""
+        return self._times(graph.replay, lambda: None, calls)
+
+    def single(self, run: Callable[[int], object]) -> Times:
+        """Seconds of one call in a graph of its own, the cache flushed by reading: writes would have to be written back
+        while the call runs."""
+        junk = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device=self.device)
+        return self._times(_captured(lambda: run(0)).replay, lambda: junk.sum(), 1)
+
+    def _times(self, run: Callable[[], object], before: Callable[[], object], calls: int) -> Times:
+        seconds = []
+        for repeat in range(-2, self.repeats):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before()
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            if repeat >= 0:
+                seconds.append(start.elapsed_time(end) / 1e3 / calls)
+        return statistics.median(seconds), min(seconds)
+
+
+def _captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of what ``run`` launches; it has run once before, so that everything is compiled."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph
+
+
+def measure_in_graphs(
+    stack: Stack, forms: Mapping[str, Callable[[int], object]], tick: Callable[[], None]
+) -> tuple[dict[str, Times], Times]:
+    """Chain times of a stack's phases, dense forms and whole step, by name; and the single time of its step."""
+    setting = stack.setting
+    clock = GraphClock(torch.device(setting.device), setting.layers, setting.repeats)
+    phases = stack.phases()
+    times = {name: clock.chain(run) for name, run in {**phases, **forms}.items()}
+
+    def one_layer(layer: int) -> None:
+        for name, run in phases.items():
+            if name != "summarize":
+                run(layer)
+
+    single = clock.single(one_layer)
+    graph = StepGraph(
+        stack.runtime,
+        stack.requests,
+        stack.context + 3,
+        lambda call: [call.attend(layer, *draw).out for layer, draw in enumerate(stack.draws)],
+        setting.device,
+    )
+    while graph.graph is None:
+        graph.step()
+    times["step"] = clock.replay(graph.graph, setting.layers)
+    for _ in range(setting.repeats):
+        tick()
+    return times, single
+
+
+def fitting_layers(setting: Setting, context: int, step_bytes: int) -> int:
+    """So many layers that what a step reads in all of them is several times the cache, if the memory holds them."""
+    device = torch.device(setting.device)
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    wanted = -(-3 * cache // max(1, step_bytes))
+    free, _ = torch.cuda.mem_get_info(device)
+    held = 2.5 * setting.dense_bytes(context)  # paged, dense, and summaries
+    return max(1, min(max(FEWEST_LAYERS, wanted), MOST_LAYERS, int(MEMORY_SHARE * free / held)))
