@@ -21,19 +21,16 @@ from kvsieve.backends.triton.launch import (
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Rows
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-
 
 @triton.jit
 def logits_of(products, scale, softcap, SOFTCAP: tl.constexpr):
-    """Logits in units of log 2."""
+    """Scaled products, soft-capped."""
     logits = products * scale
     if SOFTCAP:
-        half = tl.exp2(-2.0 * LOG2E * tl.abs(logits) / softcap)
-        tanh = (1.0 - half) / (1.0 + half)
+        fade = tl.exp(-2.0 * tl.abs(logits) / softcap)
+        tanh = (1.0 - fade) / (1.0 + fade)
         logits = tl.where(logits < 0, -tanh, tanh) * softcap
-    return logits * LOG2E
+    return logits
 
 
 @triton.jit
@@ -91,8 +88,8 @@ def _attend_kernel(
                     mask=real[:, None] & there[None, :],
                 )
             now = tl.maximum(highest, tl.max(logits, 1))
-            p = tl.exp2(logits - now[:, None])
-            fade = tl.exp2(highest - now)
+            p = tl.exp(logits - now[:, None])
+            fade = tl.exp(highest - now)
             highest = now
             total = total * fade + tl.sum(p, 1)
             values = tl.load(
@@ -114,7 +111,7 @@ def _attend_kernel(
                 _finish(acc, highest, total, sinks, out, lse, h, segment, group, row, dv, real, DV, SINKS)
             else:
                 base = (segment * splits + split) * group + row
-                tl.store(part_lse + base, highest + tl.log2(total), mask=real)
+                tl.store(part_lse + base, highest + tl.log(total), mask=real)
                 tl.store(
                     part + base[:, None] * DV + dv[None, :],
                     acc / total[:, None],
@@ -147,15 +144,13 @@ def _merge(
         part_lse + base[None, :] + one[:, None] * group, mask=there, other=float("-inf"), cache_modifier=".cg"
     )
     highest = tl.where(real, tl.max(each, 0), 0.0)
-    total = tl.sum(tl.exp2(each - highest[None, :]), 0)
+    total = tl.sum(tl.exp(each - highest[None, :]), 0)
     acc = tl.zeros([GROUP, BLOCK_DV], tl.float32)
     for start in range(0, used, PART):
         some = start + tl.arange(0, PART)
         held = (some < used)[:, None] & real[None, :]
         at = base[None, :] + some[:, None] * group
-        weight = tl.exp2(
-            tl.load(part_lse + at, mask=held, other=float("-inf"), cache_modifier=".cg") - highest[None, :]
-        )
+        weight = tl.exp(tl.load(part_lse + at, mask=held, other=float("-inf"), cache_modifier=".cg") - highest[None, :])
         values = tl.load(
             part + at[:, :, None] * DV + dv[None, None, :],
             mask=held[:, :, None] & (dv < DV)[None, None, :],
@@ -172,14 +167,14 @@ def _finish(
 ):
     """Divide by the sum and store a segment's result."""
     if SINKS:
-        sink = tl.load(sinks + h * group + row, mask=real, other=float("-inf")).to(tl.float32) * LOG2E
+        sink = tl.load(sinks + h * group + row, mask=real, other=float("-inf")).to(tl.float32)
         now = tl.maximum(highest, sink)
-        fade = tl.exp2(highest - now)
-        total = total * fade + tl.exp2(sink - now)
+        fade = tl.exp(highest - now)
+        total = total * fade + tl.exp(sink - now)
         acc = acc * fade[:, None]
         highest = now
     base = segment * group + row
-    tl.store(lse + base, (highest + tl.log2(total)) * LN2, mask=real)
+    tl.store(lse + base, highest + tl.log(total), mask=real)
     tl.store(
         out + base[:, None] * DV + dv[None, :],
         (acc / total[:, None]).to(out.dtype.element_ty),

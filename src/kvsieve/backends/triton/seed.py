@@ -47,7 +47,7 @@ def _lse_kernel(
     P: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """lse, in units of log 2, of a tile of rows; row r of the first query lies at position ``start``."""
+    """lse of a tile of rows; row r of the first query lies at position ``start``."""
     h = tl.program_id(0).to(tl.int64)
     first_row = tl.program_id(1) * ROWS
     values, query, g, real = _queries(q + h * q_h, q_n, q_g, first_row, rows, group, D, GROUP, ROWS, BLOCK_D, WIDE)
@@ -62,15 +62,15 @@ def _lse_kernel(
         seen = token[None, :] <= position[:, None]
         logits = tl.where(seen, logits_of(products, scale, softcap, SOFTCAP), float("-inf"))
         now = tl.maximum(highest, tl.max(logits, 1))
-        total = total * tl.exp2(highest - now) + tl.sum(tl.exp2(logits - now[:, None]), 1)
+        total = total * tl.exp(highest - now) + tl.sum(tl.exp(logits - now[:, None]), 1)
         highest = now
     if SINKS:
-        sink = tl.load(sinks + h * group + g, mask=real, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + h * group + g, mask=real, other=float("-inf")).to(tl.float32)
         now = tl.maximum(highest, sink)
-        total = total * tl.exp2(highest - now) + tl.exp2(sink - now)
+        total = total * tl.exp(highest - now) + tl.exp(sink - now)
         highest = now
     row = first_row + tl.arange(0, ROWS)
-    tl.store(lse + h * rows * GROUP + row, highest + tl.log2(total), mask=query < rows)
+    tl.store(lse + h * rows * GROUP + row, highest + tl.log(total), mask=query < rows)
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def _columns_kernel(
         seen = (token[None, :] <= (start + query)[:, None]) & real[:, None]
         row = first_row + tl.arange(0, ROWS)
         norm = tl.load(lse + h * rows * GROUP + row, mask=query < rows, other=0.0)
-        p = tl.where(seen, tl.exp2(logits_of(products, scale, softcap, SOFTCAP) - norm[:, None]), 0.0)
+        p = tl.where(seen, tl.exp(logits_of(products, scale, softcap, SOFTCAP) - norm[:, None]), 0.0)
         p = p * tl.load(weights + query, mask=query < rows, other=0.0)[:, None]
         if REDUCTION == "max":
             p = tl.max(tl.reshape(p, [ROWS // GROUP, GROUP, TOKENS]), 1)

@@ -23,8 +23,8 @@ def _write_kernel(
 ):  # fmt: skip
     """K and V of one token and head; where tokens are evicted also its position, and no mass."""
     wait_for_inputs(PDL)
-    h = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1).to(tl.int64)
     block, offset = tl.load(blocks + token), tl.load(offsets + token)
     d = tl.arange(0, BLOCK)
     key = tl.load(k + token * k_t + h * k_h + d, mask=d < D, other=0.0)
@@ -45,7 +45,7 @@ def write(pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> 
     rows, slots, positions = writes.slots or (None, None, None)
     position, mass = pool.state.get(POSITION), pool.state.get("mass") if writes.slots else None
     widest = max(k.shape[2], v.shape[2])
-    _write_kernel[k.shape[1], k.shape[0]](
+    _write_kernel[k.shape[0], k.shape[1]](
         k, v, writes.blocks, writes.offsets, pool.k, pool.v, rows, slots, positions, position, mass,
         *(*k.stride()[:2], *v.stride()[:2], *pool.k.stride()[:3], *pool.v.stride()[:3]),
         *(*_row_strides(position), *_row_strides(mass)),
@@ -56,7 +56,7 @@ def write(pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> 
 
 @dataclass(frozen=True)
 class Logits:
-    """What a step attended with: raw logits [B, H, G, K * p] in units of log 2, lse [B, H, G], and how probabilities of
+    """What a step attended with: raw logits [B, H, G, K * p], lse [B, H, G], and how probabilities of
     a group become one number."""
 
     raw: torch.Tensor
@@ -90,8 +90,7 @@ def _mass_kernel(
         segment = (b * tl.num_programs(0) + h) * group
         for one in range(group):
             logits = tl.load(raw + (segment + one) * raw_g + token, mask=there, other=float("-inf"))
-            total = tl.load(lse + segment + one) * 1.4426950408889634
-            p = tl.where(there, tl.exp2(logits - total), 0.0)
+            p = tl.where(there, tl.exp(logits - tl.load(lse + segment + one)), 0.0)
             new = tl.maximum(new, p) if REDUCTION == "max" else new + p
         if REDUCTION == "mean":
             new = new / group
