@@ -56,12 +56,14 @@ class Stack:
     def draw(self, tokens: int) -> Draw:
         """q [B * tokens, Hq, D], k and v [B * tokens, H, D]."""
         s = self.setting
-        heads = (s.query_heads, s.kv_heads, s.kv_heads)
-        q, k, v = (
-            torch.randn(s.batch * tokens, h, s.head_dim, generator=self.random, device=s.device).to(s.dtype)
-            for h in heads
-        )
-        return q, k, v
+        return self._randn(tokens, s.query_heads), self._randn(tokens, s.kv_heads), self._randn(tokens, s.kv_heads)
+
+    def _randn(self, tokens: int, heads: int) -> torch.Tensor:
+        s = self.setting
+        shape = s.batch * tokens, heads, s.head_dim
+        if s.on_gpu:  # no room for a float32 copy
+            return torch.randn(shape, generator=self.random, device=s.device, dtype=s.dtype)
+        return torch.randn(shape, generator=self.random).to(s.dtype)
 
     def rewind(self) -> None:
         """Keep the number of pages: steps run through the lengths of the last page, of which one in p fills it."""
@@ -178,7 +180,8 @@ class Stack:
         s, counts = self.setting, [tokens] * self.setting.batch
         call = self.runtime.extend(self.requests, counts)
         for layer in range(s.layers):
-            q, k, v = self.draw(tokens)
+            q = self._randn(tokens, s.query_heads) if self.flow.mass or not s.on_gpu else None
+            k, v = (self._randn(tokens, s.kv_heads) for _ in range(2))
             call.store(layer, k, v, query_heads=s.query_heads, scale=s.head_dim**-0.5, q=q if self.flow.mass else None)
             for store, x in ((self.keys, k), (self.values, v)):
                 store.append(x.unflatten(0, (s.batch, tokens)).transpose(1, 2).contiguous())

@@ -17,9 +17,10 @@ except ImportError as error:
 
 from kvsieve.integrations.transformers.attention import kvsieve_attention, kvsieve_mask
 from kvsieve.integrations.transformers.cache import SparseCache
+from kvsieve.integrations.transformers.graph import GraphDecoder
 from kvsieve.models import IMPLEMENTATION
 
 AttentionInterface.register(IMPLEMENTATION, kvsieve_attention)
 AttentionMaskInterface.register(IMPLEMENTATION, kvsieve_mask)
 
-__all__ = ["IMPLEMENTATION", "SparseCache", "kvsieve_attention", "kvsieve_mask"]
+__all__ = ["IMPLEMENTATION", "GraphDecoder", "SparseCache", "kvsieve_attention", "kvsieve_mask"]

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from kvsieve.backends import Backend
 from kvsieve.budget import BudgetLike
-from kvsieve.call import ReadStats
+from kvsieve.call import Call, ReadStats
 from kvsieve.errors import ConfigError, KvsieveError
 from kvsieve.flow import Flow
 from kvsieve.integrations.transformers.attention import tag
@@ -127,6 +127,30 @@ class SparseCache(Cache):
         if layer_idx in self._paged:
             tag(keys, partial(self._paged[layer_idx].attend, self))
         return keys, values
+
+    def graph_runtime(self) -> tuple[Runtime, list[RequestId]]:
+        """The runtime and the requests of all rows, for decode steps that a graph runs.
+
+        Raises:
+            ConfigError: a cache without a past, or one with sliding-window layers, which grow by themselves.
+        """
+        if self._sliding:
+            raise ConfigError("decode steps in a graph: expected full-attention layers only, received sliding windows")
+        if self._seen is None or not all(self.lengths):
+            raise ConfigError(
+                "decode steps in a graph: expected a cache whose rows all have a past; run the prompt first"
+            )
+        return self.runtime, list(self._requests)
+
+    def join_step(self, call: Call | None) -> None:
+        """A decode step of all rows is under way in ``call``; None: a graph has attended its layers already."""
+        assert self._seen is not None
+        batch = len(self._requests)
+        self._seen = torch.cat([self._seen, torch.ones(batch, 1, dtype=torch.bool)], 1)
+        self._forward = None if call is None else Forward((batch, 1), None, call)
+        if call is None:
+            for layer in self._paged.values():
+                layer.length += 1
 
     def reset(self) -> None:
         """Forget all requests and free their pages; counters and compiled flows stay."""

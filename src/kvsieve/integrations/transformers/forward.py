@@ -23,14 +23,17 @@ class Forward:
         """query [B, Hq, T, D], key [B, H, T, D], value [B, H, T, Dv] -> [B, T, Hq, Dv]; zeros where padded."""
         real = None if self.real is None else self.real.to(query.device)
         q, k, v = (_flatten(x, real) for x in (query, key, value))
-        out = query.new_zeros(*self.shape, query.shape[1], value.shape[3])
+        shape = *self.shape, query.shape[1], value.shape[3]
+        flat = None
         if self.call is not None:
             flat = self.call.attend(
                 layer, q, k, v, scale=options.scale, softcap=options.softcap, sinks=options.sinks
             ).out
-            if real is None:
-                out = flat.reshape(out.shape)
-            else:
+        if flat is not None and real is None:
+            out = flat.reshape(shape)
+        else:
+            out = query.new_zeros(shape)
+            if flat is not None:
                 out[real] = flat
         if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
             out = _Inference.apply(out, query)  # type: ignore[no-untyped-call]
