@@ -134,7 +134,10 @@ def _summarize_beside(world: World, exact: Flow, check: Check) -> float:
     error, blocks = 0.0, world.blocks()
     zeros = torch.zeros(3, dtype=torch.int64, device=blocks.device)
     mixed = torch.cat([zeros[:1], blocks, zeros])
+    null = world.pool.k[:, 0].clone(), world.pool.v[:, 0].clone()
+    world.pool.k[:, 0], world.pool.v[:, 0] = 1, 1  # a summary of the null block would be a number
     generate_summarize(world.graphs).run(world.pool, mixed)
+    world.pool.k[:, 0], world.pool.v[:, 0] = null
     for head in range(world.pool.num_kv_heads):
         pages = zip(world.pool.k[head, blocks].cpu(), world.pool.v[head, blocks].cpu(), strict=True)
         with DoublePrecision():

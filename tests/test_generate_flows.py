@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 import generated_world
 from generated_world import close, make_world, run_beside_float64
-from kvsieve.backends.triton.generate import Refused, generate_score, generate_summarize
+from kvsieve.backends.triton.generate import Refused, folds, generate_score, generate_summarize, tuning
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.flow import Flow, build_flow
 from kvsieve.graph import Geometry, trace_flow
@@ -131,6 +131,57 @@ def test_pages_meet_over_several_chunks(heads: int) -> None:
     graphs = trace_flow(Scan(), Geometry(3, 20, 5, 3))
     world = make_world(graphs, (1100, 0, 1, 1024, 37), heads, device=DEVICE)
     run_beside_float64(world, close(5e-6))
+
+
+class Late(Flow):
+    """New state that is known before the scores which still read the old one."""
+
+    def init_state(self, page_size: int, head_dim: int) -> Mapping[str, torch.Tensor]:
+        return {"trail": torch.zeros(())}
+
+    def score(
+        self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        old = pages["trail"]
+        return (pages["k"][:, 0] @ q.mean(0)).softmax(0) + old, {"trail": old * 0.5 + 1}
+
+
+class Padding(Flow):
+    """What padding holds is no zero: exp(0) = 1."""
+
+    def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        product = torch.einsum("wpd,gd->gwp", pages["k"].exp(), (q * 0.3).exp()).mean(2)
+        return product.amax(0) * 0.05 + (pages["k"].exp() * q[0].exp()).sum((1, 2)) * 0.01
+
+
+@pytest.mark.parametrize("flow", [Late, Padding])
+def test_state_and_padding(flow: type[Flow]) -> None:
+    world = make_world(trace_flow(flow(), Geometry(5, 20, 20, 3)), (3, 0, 600), 2, device=DEVICE)
+    run_beside_float64(world, close(BOUNDS[torch.float32]))
+
+
+@pytest.mark.parametrize("name", ["gqa_block_sparse_attention", "h2o", TOKENS[0]])
+def test_many_chunks_are_combined_in_several_rounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of few pages, few chunks at once: later chunks hold larger logits and smaller ones."""
+    monkeypatch.setattr(tuning, "MOST_PAGES", 4)
+    monkeypatch.setattr(folds, "COMBINED", 4)
+    graphs = trace_flow(build_flow(name), Geometry(1, 16, 16, 2))
+    for dtype in (torch.float32, torch.bfloat16):
+        world = make_world(graphs, (130, 64, 1), 2, dtype, device=DEVICE)
+        world.q *= 4
+        run_beside_float64(world, close(BOUNDS[dtype]))
+
+
+def test_only_stored_values_go_to_tensor_cores() -> None:
+    """A computed query would be rounded to 16 bits."""
+
+    class Bent(Flow):
+        def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            return (q.tanh().clamp(min=0) @ pages["k"][:, 0].T).amax(0)
+
+    graphs = trace_flow(Bent(), Geometry(1, 16, 16, 4))
+    assert "tl.dot(" not in generate_score(graphs).source
+    run_beside_float64(make_world(graphs, (3, 20), 2, torch.bfloat16, device=DEVICE), close(BOUNDS[torch.float32]))
 
 
 def test_results_are_the_same_bits_again() -> None:
