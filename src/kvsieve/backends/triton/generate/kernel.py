@@ -10,6 +10,7 @@ import torch
 from kvsieve.backends.triton.generate import folds
 from kvsieve.backends.triton.generate.arguments import Argument, Scratch
 from kvsieve.backends.triton.generate.ir import Op
+from kvsieve.backends.triton.generate.layout import broken
 from kvsieve.backends.triton.generate.printer import Printer
 from kvsieve.backends.triton.generate.stages import Plan
 from kvsieve.backends.triton.generate.tile import Tile
@@ -148,7 +149,7 @@ def _function(kernel: Kernel, body: list[str]) -> str:
     constants += ["EACH: tl.constexpr", "DOT: tl.constexpr"] if kernel.loops else []
     constants += ["PDL: tl.constexpr"]
     parameters = "".join(f"    {one},\n" for one in [*plain, "heads", *constants])
-    lines = "\n".join(f"    {line}" for line in body)
+    lines = "\n".join(one for line in body for one in broken(f"    {line}"))
     varying = [name for name in plain if name in VARYING or name.startswith("chunks_")]
     return f"@triton.jit(do_not_specialize={varying})\ndef {kernel.name}(\n{parameters}):\n{lines}\n"
 

@@ -10,7 +10,8 @@ from kvsieve.backends.triton.generate.kernel import Kernel
 TILE = 8192
 """Elements of the largest tile of a kernel."""
 WIDE = 4096
-"""Elements per page up to which all heads of a page are one row of a tile."""
+WIDE_FIXED = 16384
+"""Elements per page, and of the queries, up to which all heads of a page are one row of a tile."""
 MOST = 1 << 18
 """Elements of one page (or of what does not vary over pages) above which nothing is generated."""
 MOST_PAGES = 512
@@ -35,7 +36,7 @@ class Tiling:
 def is_wide(heads: int, elements: int, fixed: int) -> bool:
     """Whether all heads go into one tile; ``elements`` per page and ``fixed`` ones are those of one head."""
     power = heads & (heads - 1) == 0
-    return power and heads > 1 and heads * max(elements, fixed) <= WIDE
+    return power and heads > 1 and heads * elements <= WIDE and heads * fixed <= WIDE_FIXED
 
 
 def tiling(kernel: Kernel, heads: int, name: str, summaries: bool = False) -> Tiling:
