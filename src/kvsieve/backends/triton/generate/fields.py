@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvsieve.backends.triton.generate.ir import TRITON_TYPES, Op
-from kvsieve.backends.triton.generate.tile import HEADS, PAGES, Dim, Tile, axis_index, shape_text
+from kvsieve.backends.triton.generate.tile import HEADS, PAGES, Dim, Tile, axis_index, shape_text, times
 from kvsieve.mass import FIELDS as MASS_FIELDS
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def stored(printer: Printer, op: Op, shift: int) -> Tile:
     scratch, rank = printer.scratch[id(op)], printer.lead + len(op.statics)
     page, valid = printer.shifted(shift)
     printer.arguments.add(f"{scratch.name}_ptr", "scratch", scratch.name)
-    place = f"({printer.segment(rank)} * width_bound + {printer.page(rank, page)}) * {op.elements}"
+    place = f"({printer.segment(rank)} * width_bound + {printer.page(rank, page)}){times(op.elements)}"
     text = _load(printer, f"{scratch.name}_ptr", (place,), (printer.page(rank, valid),), op.statics, rank)
     text += f".to({TRITON_TYPES[op.dtype]})" if op.dtype is torch.bool else ""
     tile = Tile(text, (PAGES, *((HEADS,) if printer.wide else ()), *(printer.pad(size) for size in op.statics)))

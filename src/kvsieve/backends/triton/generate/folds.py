@@ -9,7 +9,7 @@ import torch
 from kvsieve.backends.triton.generate.arguments import Scratch
 from kvsieve.backends.triton.generate.ir import TRITON_TYPES, Op
 from kvsieve.backends.triton.generate.stages import Partial
-from kvsieve.backends.triton.generate.tile import HEADS, Dim, Tile, identity, shape_text
+from kvsieve.backends.triton.generate.tile import HEADS, Dim, Tile, identity, shape_text, times
 
 if TYPE_CHECKING:
     from kvsieve.backends.triton.generate.printer import Printer
@@ -45,7 +45,7 @@ def _over_pages(kind: str, dtype: torch.dtype, text: str) -> str:
 def place(printer: Printer, scratch: Scratch, chunk: str, rank: int) -> str:
     """Offset of a chunk's results; ``chunk`` has the axes of a tile."""
     bound = printer.arguments.add(f"chunks_{scratch.stage}", "chunks", str(scratch.stage))
-    return f"({printer.segment(rank)} * {bound} + {chunk}) * {scratch.elements}"
+    return f"({printer.segment(rank)} * {bound} + {chunk}){times(scratch.elements)}"
 
 
 def combined(printer: Printer, partial: Partial, until: str) -> list[Tile]:

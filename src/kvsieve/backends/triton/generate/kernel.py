@@ -13,7 +13,7 @@ from kvsieve.backends.triton.generate.ir import Op
 from kvsieve.backends.triton.generate.layout import broken
 from kvsieve.backends.triton.generate.printer import Printer
 from kvsieve.backends.triton.generate.stages import Plan
-from kvsieve.backends.triton.generate.tile import Tile
+from kvsieve.backends.triton.generate.tile import Tile, times
 
 HEAD = '''"""{title}
 
@@ -174,7 +174,7 @@ def _store(printer: Printer, op: Op, name: str, source: str, base: str, page: st
     tile = printer.solid(op, paged=True)
     offsets, mask = printer.inner(op.statics, rank)
     pointer = printer.arguments.add(f"{name}_ptr", source, name)
-    row = f"({base} + {printer.page(rank, page)}) * {op.elements}"
+    row = f"({base} + {printer.page(rank, page)}){times(op.elements)}"
     where = " + ".join(part for part in (pointer, row, offsets) if part)
     cut = " & ".join(part for part in (printer.valid(0, rank), mask) if part)
     text = f"{tile.text}.to(tl.int8)" if op.dtype is torch.bool and source == "scratch" else tile.text

@@ -62,8 +62,15 @@ def _inserted(old: Sequence[Dim], new: Sequence[Dim]) -> str | None:
 
 
 def axis_index(axis: int, rank: int) -> str:
-    """``[None, :, None]``: a vector as one axis of a tile."""
+    """``[None, :, None]``: a vector as one axis of a tile; nothing for a tile that is a vector."""
+    if rank == 1:
+        return ""
     return "[" + ", ".join(":" if one == axis else "None" for one in range(rank)) + "]"
+
+
+def times(number: int) -> str:
+    """`` * number``, unless it is 1."""
+    return f" * {number}" if number != 1 else ""
 
 
 def literal(value: float | int | bool) -> str:
