@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +14,10 @@ import torch
 pytest.importorskip("triton")
 
 import generated_world
+import random_flows
 from generated_world import close, make_world, run_beside_float64
 from kvsieve.backends.triton.generate import Refused, folds, generate_score, generate_summarize, tuning
+from kvsieve.backends.triton.generate.program import Variant
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.flow import Flow, build_flow, load_flow
 from kvsieve.graph import Geometry, trace_flow
@@ -96,6 +102,29 @@ def test_some_random_flows(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(FLOWS))
 def test_all_random_flows(seed: int) -> None:
     run_random(seed)
+
+
+POWERS = {(3, 7, 12): (4, 8, 16), (1, 5, 33): (1, 4, 8), (1, 5): (1, 4), (3, 5): (4, 8), (1, 3, 7): (1, 2, 4)}
+
+
+class PowersOfTwo(random.Random):
+    """Draws such sizes instead of odd ones."""
+
+    def choice(self, options: Any) -> Any:
+        return super().choice(POWERS.get(options, options) if isinstance(options, tuple) else options)
+
+
+@pytest.mark.parametrize("seeds", [range(1000, 1004), pytest.param(range(1004, 1080), marks=pytest.mark.slow)])
+def test_random_flows_with_all_heads_in_a_row(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes are powers of two: most kernels take all heads of a page at once."""
+    monkeypatch.setattr(random_flows, "random", SimpleNamespace(Random=PowersOfTwo))
+    uses: Counter[tuple[str, str]] = Counter()
+    in_rows = 0
+    for seed in seeds:
+        graphs = trace_flow(*random_flows.random_flow(seed, uses))
+        run_beside_float64(make_world(graphs, (1, 6, 0, 3), 2, seed=seed, device=DEVICE), close(1e-5))
+        in_rows += any(kernel.wide for kernel in generate_score(graphs).built(Variant(2, False)).kernels)
+    assert in_rows > len(seeds) / 2
 
 
 @pytest.mark.parametrize(
