@@ -22,7 +22,7 @@ from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.flow import Flow, build_flow, load_flow
 from kvsieve.graph import Geometry, trace_flow
 from kvsieve.verify.poison import garbage
-from test_random_flows import FLOWS, traced
+from test_random_flows import FLOWS, run_beside_the_reference, traced
 from test_vortex_flows import SHIPPED, USERS
 
 pytestmark = pytest.mark.skipif(
@@ -105,6 +105,11 @@ def test_all_random_flows(seed: int) -> None:
 
 
 POWERS = {(3, 7, 12): (4, 8, 16), (1, 5, 33): (1, 4, 8), (1, 5): (1, 4), (3, 5): (4, 8), (1, 3, 7): (1, 2, 4)}
+
+
+@pytest.mark.parametrize("seed", [0, 42, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(0, FLOWS, 14))])
+def test_random_flows_in_the_runtime(seed: int) -> None:
+    run_beside_the_reference(seed, "triton")
 
 
 class PowersOfTwo(random.Random):

@@ -116,7 +116,7 @@ class Generated:
             if kernel.dots:
                 return kernel
         kernel = print_as(Form())
-        if variant.rows and kernel.exact and is_wide(variant.heads, kernel.largest, kernel.fixed):
+        if variant.rows and kernel.exact and is_wide(kernel, variant.heads):
             return print_as(Form(wide=True))
         return kernel
 

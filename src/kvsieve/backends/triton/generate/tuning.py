@@ -9,9 +9,10 @@ from kvsieve.backends.triton.generate.kernel import Kernel
 
 TILE = 8192
 """Elements of the largest tile of a kernel."""
-WIDE = 4096
-WIDE_FIXED = 16384
-"""Elements per page, and of the queries, up to which all heads of a page are one row of a tile."""
+WIDE, WIDE_FIXED = 4096, 16384
+"""Elements per page, and of what does not vary over pages, up to which all heads of a page are one row of a tile."""
+STREAM, WIDE_LIGHT = 32, 4096
+"""A kernel that reads fewer elements per page is light: its limit in place of ``WIDE_FIXED``."""
 MOST = 1 << 18
 """Elements of one page (or of what does not vary over pages) above which nothing is generated."""
 MOST_PAGES = 512
@@ -33,10 +34,11 @@ class Tiling:
     each: int = 1
 
 
-def is_wide(heads: int, elements: int, fixed: int) -> bool:
-    """Whether all heads go into one tile; ``elements`` per page and ``fixed`` ones are those of one head."""
+def is_wide(kernel: Kernel, heads: int) -> bool:
+    """Whether all heads go into one tile, by the kernel that takes one head at a time."""
     power = heads & (heads - 1) == 0
-    return power and heads > 1 and heads * elements <= WIDE and heads * fixed <= WIDE_FIXED
+    fixed = WIDE_FIXED if kernel.loaded >= STREAM else WIDE_LIGHT
+    return power and heads > 1 and heads * kernel.largest <= WIDE and heads * kernel.fixed <= fixed
 
 
 def tiling(kernel: Kernel, heads: int, name: str, summaries: bool = False) -> Tiling:
