@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ def report(name: str, batch: int, context: int, step: Callable[[], torch.Tensor]
 @torch.inference_mode()
 def main(*arguments: str) -> None:
     """Run all cases."""
-    flows = [word for before, word in zip(arguments, arguments[1:], strict=False) if before == "--flow"]
+    flows = [word for before, word in pairwise(arguments) if before == "--flow"]
     cases = [word for word in arguments if "x" in word and word.replace("x", "").isdigit()]
     model = llama()
     for case in cases or ["1x4096"]:

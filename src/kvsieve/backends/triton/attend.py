@@ -77,6 +77,11 @@ def _attend_kernel(
                 mask=there[:, None] & (d < D)[None, :],
                 other=0.0,
             )
+            values = tl.load(
+                v + h * v_h + (block * v_b + place * v_t)[:, None] + dv[None, :],
+                mask=there[:, None] & (dv < DV)[None, :],
+                other=0.0,
+            )
             if WIDE:
                 keys = keys.to(tl.float32)
             products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
@@ -92,11 +97,6 @@ def _attend_kernel(
             fade = tl.exp(highest - now)
             highest = now
             total = total * fade + tl.sum(p, 1)
-            values = tl.load(
-                v + h * v_h + (block * v_b + place * v_t)[:, None] + dv[None, :],
-                mask=there[:, None] & (dv < DV)[None, :],
-                other=0.0,
-            )
             acc = acc * fade[:, None]
             if WIDE:
                 acc = tl.dot(p, values.to(tl.float32), acc, input_precision="ieee")
