@@ -1,0 +1,186 @@
+"""Steps with bounded sizes in fixed memory, as a CUDA graph runs them, beside ordinary steps: on a GPU the same bits.
+
+Without a GPU the steps run op by op; the plan, its memory and its tables are the same. Sums over a window padded to its
+bound then round otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvsieve import Budget, Runtime
+from kvsieve.errors import ConfigError
+from kvsieve.flow import build_flow, list_flows
+from kvsieve.retention import Evict
+from kvsieve.stepgraph import StepGraph
+
+CUDA = torch.cuda.is_available()
+DEVICE, BACKEND = ("cuda", "triton") if CUDA else ("cpu", "eager")
+LAYERS, HEADS, GROUP, WIDTH = 2, 2, 3, 20
+EVICTING = ["h2o", "tova", "snapkv"]
+
+
+class Pair:
+    """Two runtimes that live the same life; one steps through a graph."""
+
+    def __init__(self, flow: str, lengths: list[int], evict: bool, until: int = 150) -> None:
+        torch.manual_seed(len(flow))
+        built = build_flow(flow)
+        page = built.page_size or 5
+        kept = Budget(3, 1, 2, 0.2) if built.score else Budget(0, 1, 3)
+        where: dict[str, Any] = {"retention": Evict(30, 4, 7)} if evict else {"budget": kept}
+        self.runtimes = [Runtime(built, page_size=page, backend=BACKEND, **where) for _ in range(2)]
+        self.requests = [[runtime.admit() for _ in lengths] for runtime in self.runtimes]
+        new = [self.draw(sum(lengths)) for _ in range(LAYERS)]
+        for runtime, requests in zip(self.runtimes, self.requests, strict=True):
+            call = runtime.extend(requests, lengths)
+            for layer, (q, k, v) in enumerate(new):
+                call.attend(layer, q, k, v)
+        self.inputs = [self.draw(len(lengths)) for _ in range(LAYERS)]
+        self.graph = StepGraph(self.runtimes[1], self.requests[1], until, self.body, DEVICE)
+
+    @staticmethod
+    def draw(tokens: int) -> list[torch.Tensor]:
+        return [torch.randn(tokens, heads, WIDTH, device=DEVICE) for heads in (HEADS * GROUP, HEADS, HEADS)]
+
+    def body(self, call: Any) -> list[torch.Tensor]:
+        results = [call.attend(layer, *new) for layer, new in enumerate(self.inputs)]
+        return [part for result in results for part in (result.out, result.lse)]
+
+    def step(self) -> None:
+        """The same step in both, with the same outputs and lse."""
+        for old, new in zip(self.inputs, [self.draw(len(self.requests[0])) for _ in range(LAYERS)], strict=True):
+            for x, y in zip(old, new, strict=True):
+                x.copy_(y)
+        want = self.body(self.runtimes[0].step(self.requests[0]))
+        for mine, theirs in zip(self.graph.step(), want, strict=True):
+            assert torch.equal(mine, theirs) if CUDA else torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+    def both(self, what: str, *places: int) -> None:
+        """Something that happens to a request of both runtimes."""
+        for runtime, requests in zip(self.runtimes, self.requests, strict=True):
+            if what == "crop":
+                runtime.crop([requests[places[0]]], [runtime.length(requests[places[0]]) - places[1]])
+            elif what == "preempt":
+                runtime.preempt(requests[places[0]])
+                runtime.resume(requests[places[0]])
+            elif what == "fork":
+                runtime.fork(requests[places[0]])
+            elif what == "admit":
+                other = runtime.admit()
+                call = runtime.extend([other], [9])
+                generator = torch.Generator().manual_seed(5)
+                for layer in range(LAYERS):
+                    new = [torch.randn(9, h, WIDTH, generator=generator) for h in (HEADS * GROUP, HEADS, HEADS)]
+                    call.attend(layer, *(x.to(DEVICE) for x in new))
+
+
+@pytest.mark.parametrize("flow", list_flows())
+def test_steps_of_a_graph_are_ordinary_steps(flow: str) -> None:
+    """Across page boundaries, under budget and beyond, with other requests coming and going between steps."""
+    lengths = [30, 5, 12] if build_flow(flow).page_size == 1 else [70, 12, 33]
+    pair = Pair(flow, lengths, evict=False)
+    stateful = pair.runtimes[0].tables.stateful
+    events = {6: ("admit",), 9: ("preempt", 1), 12: ("fork", 2), 15: ("crop", 0, 0 if stateful else 7)}
+    for step in range(24):
+        pair.step()
+        if step in events:
+            what, *places = events[step]
+            pair.both(what, *places)  # type: ignore[arg-type]
+    assert pair.runtimes[0].stats == pair.runtimes[1].stats
+
+
+@pytest.mark.parametrize("flow", EVICTING)
+def test_evicting_steps_of_a_graph(flow: str) -> None:
+    """Under capacity, at it and long beyond, with copies on write in between."""
+    pair = Pair(flow, [26, 24, 28], evict=True)
+    for step in range(50):
+        pair.step()
+        if step in (8, 31):
+            pair.both("fork", 1)
+        if step == 20:
+            pair.both("preempt", 2)
+    assert pair.runtimes[0].stats == pair.runtimes[1].stats
+
+
+def test_mass_is_rebased_ahead_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that is rebased every few steps holds the same mass, up to rounding by powers of the decay."""
+    monkeypatch.setattr("kvsieve.mass.LARGEST_UNIT", 2.0)
+    pair = Pair("h2o", [70, 12, 33], evict=False)
+    for _ in range(30):
+        for old, new in zip(pair.inputs, [pair.draw(3) for _ in range(LAYERS)], strict=True):
+            for x, y in zip(old, new, strict=True):
+                x.copy_(y)
+        want = pair.body(pair.runtimes[0].step(pair.requests[0]))
+        got = pair.graph.step()
+        for mine, theirs in zip(got, want, strict=True):
+            assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_graph_ends_at_its_length() -> None:
+    pair = Pair("gqa_quest_sparse_attention", [20, 3], evict=False, until=22)
+    pair.step()
+    pair.step()
+    with pytest.raises(ConfigError, match=r"expected requests of up to 22 tokens, one has 22 already"):
+        pair.graph.step()
+
+
+@pytest.mark.skipif(CUDA, reason="says what is missing on a machine without CUDA")
+def test_a_missing_device() -> None:
+    runtime = Runtime("streaming_llm", Budget(0, 1, 1), page_size=5)
+    with pytest.raises(ConfigError, match="expected an available device, received cuda"):
+        StepGraph(runtime, [runtime.admit()], 10, lambda call: None)
+
+
+@pytest.mark.parametrize(
+    ("flow", "where"),
+    [
+        ("gqa_quest_sparse_attention", {"budget": Budget(3, 1, 2)}),
+        ("h2o", {"budget": Budget(3, 1, 2)}),
+        ("h2o", {"retention": Evict(30, 4, 8)}),
+    ],
+)
+def test_a_model_decodes_in_a_graph_as_ever(flow: str, where: dict[str, Any]) -> None:
+    """Logits of a model whose rows are padded on the left."""
+    transformers = pytest.importorskip("transformers")
+    from kvsieve.integrations.transformers import GraphDecoder, SparseCache
+
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        vocab_size=101,
+        attn_implementation="kvsieve",
+    )
+    model = transformers.LlamaForCausalLM(config).to(DEVICE).eval()
+    ids = torch.randint(0, 101, (2, 50), device=DEVICE)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    runs = []
+    for graphed in (False, True):
+        cache = SparseCache(config, flow, page_size=5, backend=BACKEND, **where)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        seen, logits = mask, []
+        with torch.inference_mode():
+            last = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1]
+            decoder = GraphDecoder(model, cache, 90) if graphed else None
+            for _ in range(12):
+                token = last.argmax(-1, keepdim=True)
+                seen = torch.cat([seen, torch.ones_like(token)], 1)
+                if decoder is not None:
+                    last = decoder.step(token).clone()
+                else:
+                    where_now = torch.tensor(cache.lengths, device=DEVICE)[:, None]
+                    last = model(token, attention_mask=seen, position_ids=where_now, past_key_values=cache).logits[
+                        :, -1
+                    ]
+                logits.append(last)
+        runs.append(torch.stack(logits))
+        assert cache.lengths == [62, 53] and cache.get_seq_length() == 62
+    assert torch.allclose(runs[0], runs[1], rtol=1e-5, atol=1e-6)
