@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 import generated_world
 import random_flows
 from generated_world import close, make_world, run_beside_float64
-from kvsieve.backends.triton.generate import Refused, folds, generate_score, generate_summarize, tuning
+from kvsieve.backends.triton.generate import Refused, folds, generate_score, generate_summarize, program, tuning
 from kvsieve.backends.triton.generate.program import Variant
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.flow import Flow, build_flow, load_flow
@@ -206,9 +206,11 @@ def test_state_and_padding(flow: type[Flow]) -> None:
     run_beside_float64(world, close(BOUNDS[torch.float32]))
 
 
+@pytest.mark.parametrize("gathered", [8, 128])
 @pytest.mark.parametrize("name", ["gqa_block_sparse_attention", "h2o", TOKENS[0]])
-def test_many_chunks_are_combined_in_several_rounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of few pages, few chunks at once: later chunks hold larger logits and smaller ones."""
+def test_many_chunks_are_combined_in_several_rounds(name: str, gathered: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of few pages, few chunks at once: by each program of the next stage, or by a kernel in between."""
+    monkeypatch.setattr(program, "GATHERED", gathered)
     monkeypatch.setattr(tuning, "MOST_PAGES", 4)
     monkeypatch.setattr(folds, "COMBINED", 4)
     graphs = trace_flow(build_flow(name), Geometry(1, 16, 16, 2))

@@ -18,8 +18,9 @@ Backend `triton` prints the `score` and `summarize` of a flow as Triton source; 
    envelope (`patterns.py`): where `summarize` proves that `high` is the larger, it is two products.
 2. Reductions over the page axis cut the program into stages (`stages.py`); each is one kernel over chunks of pages.
    A chunk stores what it found of a reduction (for a softmax its maximum and its sum of exponentials); the next stage
-   puts the chunks together in their order, so that results are the same bits from run to run. A value that a later
-   stage needs is stored per page only if that moves fewer bytes than its fields: logits are, copies of fields never.
+   puts the chunks together in their order, so that results are the same bits from run to run (if they are many, a
+   kernel in between does it once). A value that a later stage needs is stored per page only if that moves fewer bytes
+   than its fields: logits are, copies of fields never.
 3. A kernel loads each field once through the page table, widens it to float32 and computes on tiles
    `[pages, (heads,) static axes]`. No size need be a power of two: tiles are padded, and what a reduction sees of the
    padding, or of pages beyond the window, is its identity.

@@ -62,7 +62,7 @@ def combined(printer: Printer, partial: Partial, until: str) -> list[Tile]:
     dims: tuple[Dim, ...] = (1, *((HEADS,) if printer.wide else ()), *(printer.pad(size) for size in x.statics))
     count = max(1, min(256, COMBINED // max(x.elements, 1)))
     count = 1 << count.bit_length() - 1
-    end = f"(width + PAGES_{stage} - 1) // PAGES_{stage}" if until == "chunks" else "chunk"
+    end = f"tl.minimum((width + PAGES_{stage} - 1) // PAGES_{stage}, chunks_{stage})" if until == "chunks" else "chunk"
     printer.arguments.add(f"PAGES_{stage}", "pages", str(stage))
     results = []
     for part, component in zip(parts, partial.components, strict=True):

@@ -42,6 +42,14 @@ place = tl.load(requests_ptr + request)
 page = start + tl.arange(0, PAGES)
 valid = page < width"""
 
+_GATHERING_PROLOGUE = """\
+wait_for_inputs(PDL)
+request = tl.program_id(1).to(tl.int64)
+head = tl.program_id(0).to(tl.int64)
+width = tl.load(widths_ptr + request)  # window pages of this request
+if width == 0:
+    return"""
+
 _SUMMARY_PROLOGUE = """\
 wait_for_inputs(PDL)
 chunk = tl.program_id(0) // {groups}
@@ -110,19 +118,41 @@ def print_stage(
         _store(printer, op, scratch[id(op)].name, "scratch", base, "page")
     for output, op in stage.outputs.items():
         _store_output(printer, output, op, summaries)
-    kernel = Kernel(
+    kernel = _kernel(name, printer)
+    return replace(kernel, source=_function(kernel, _body(kernel, printer, summaries)))
+
+
+def print_gathering(name: str, plan: Plan, number: int, scratch: Mapping[object, Scratch]) -> Kernel:
+    """The kernel that puts the chunks of stage ``number`` together, once for each segment, where they are many."""
+    printer = Printer(plan, number, False, frozenset(), dict(scratch))
+    printer.arguments.add("widths_ptr", "input")
+    for partial in plan.stages[number].partials:
+        for component, tile in zip(partial.components, folds.combined(printer, partial, "chunks"), strict=True):
+            one, rank = scratch[partial, component], len(tile.dims or ())
+            offsets, mask = printer.inner(one.shape, rank)
+            pointer = printer.arguments.add(f"{one.name}_all_ptr", "whole", one.name)
+            page = f"tl.arange(0, 1){printer.page_index(rank)}"
+            place = f"({printer.segment(rank)} + {page}){times(one.elements)}"
+            where = " + ".join(part for part in (pointer, place, offsets) if part)
+            printer.page_lines.append(f"tl.store({where}, {tile.text}{f', mask={mask}' if mask else ''})")
+    kernel = _kernel(name, printer)
+    body = [*_GATHERING_PROLOGUE.splitlines(), *printer.fixed_lines, *printer.page_lines, "let_next_start(PDL)"]
+    return replace(kernel, source=_function(kernel, body))
+
+
+def _kernel(name: str, printer: Printer) -> Kernel:
+    return Kernel(
         name,
         "",
         tuple(printer.arguments.listed.values()),
         printer.arguments.constants,
-        form.wide,
+        printer.wide,
         printer.largest,
         printer.fixed,
         printer.dots,
         printer.loaded,
         printer.exact,
     )
-    return replace(kernel, source=_function(kernel, _body(kernel, printer, summaries)))
 
 
 def _body(kernel: Kernel, printer: Printer, summaries: bool) -> list[str]:

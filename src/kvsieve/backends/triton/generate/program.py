@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,13 +17,13 @@ from kvsieve.backends.triton.generate import dots
 from kvsieve.backends.triton.generate.arguments import Argument, Scratch
 from kvsieve.backends.triton.generate.errors import Refused
 from kvsieve.backends.triton.generate.ir import Op, walk
-from kvsieve.backends.triton.generate.kernel import HEAD, Form, Kernel, print_stage
+from kvsieve.backends.triton.generate.kernel import HEAD, Form, Kernel, print_gathering, print_stage
 from kvsieve.backends.triton.generate.loader import load_source
 from kvsieve.backends.triton.generate.names import Names
 from kvsieve.backends.triton.generate.patterns import Bounds, bounds_of, rewrite
 from kvsieve.backends.triton.generate.stages import Plan
 from kvsieve.backends.triton.generate.translate import translate
-from kvsieve.backends.triton.generate.tuning import Tiling, is_wide, tiling
+from kvsieve.backends.triton.generate.tuning import GATHERED, GATHERING, Tiling, is_wide, tiling
 from kvsieve.backends.triton.generate.window import ScoreWindow
 from kvsieve.backends.triton.launch import INTERPRETED, dependent_launch
 from kvsieve.flow import flow_name
@@ -39,21 +40,81 @@ class Built:
 
     kernels: list[Kernel]
     tilings: list[Tiling]
+    gatherings: dict[int, Kernel]
     source: str
     _constants: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
 
     @cached_property
-    def functions(self) -> list[Any]:
+    def module(self) -> ModuleType:
         """The kernels, imported."""
-        name = self.kernels[0].name.rpartition("_")[0]
-        module = load_source(name, self.source)
-        return [getattr(module, kernel.name) for kernel in self.kernels]
+        return load_source(self.kernels[0].name.rpartition("_")[0], self.source)
 
     def constant(self, kernel: Kernel, name: str, device: torch.device) -> torch.Tensor:
         key = f"{kernel.name}.{name}", device
         if key not in self._constants:
             self._constants[key] = kernel.constants[name].to(device).contiguous()
         return self._constants[key]
+
+
+@dataclass
+class Launch:
+    """One run of a program: its inputs, and the memory between its stages."""
+
+    built: Built
+    heads: int
+    requests: int
+    call: Mapping[str, Any]
+    pool: LayerPool
+    chunks: list[int]
+    """Per stage, as many as the next stages combine."""
+    memory: dict[str, torch.Tensor] = field(default_factory=dict)
+    whole: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def reserve(self, one: Scratch, pages: int) -> None:
+        """Memory for a value of so many pages, or chunks of pages, of each segment."""
+        self.memory[one.name] = self._empty(one, pages)
+
+    def _empty(self, one: Scratch, pages: int) -> torch.Tensor:
+        dtype = torch.int8 if one.dtype is torch.bool else one.dtype
+        count = self.requests * self.heads * pages * one.elements
+        return torch.empty(count, dtype=dtype, device=self.pool.k.device)
+
+    def start(self, kernel: Kernel, tile: Tiling, programs: int) -> None:
+        """Launch a kernel with so many programs for each request."""
+        values = [self._find(one, kernel) for one in kernel.arguments if one.source != "pages"]
+        shared = [self.call[name] for name in ("count", "width_bound", "sink", "page_size") if name in self.call]
+        tilings = self.built.tilings
+        constants = [tilings[int(one.key)].pages for one in kernel.arguments if one.source == "pages"]
+        constants += [tile.pages, self.heads]
+        constants += [tile.each, dot_type(self.pool.k.dtype)] if kernel.loops else []
+        getattr(self.built.module, kernel.name)[programs, self.requests](
+            *values,
+            *shared,
+            self.heads,
+            *constants,
+            **dependent_launch(self.pool.k.device, programs * self.requests),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+    def gather(self, stage: int, parts: Sequence[Scratch]) -> None:
+        """Put the chunks of a stage together: the next ones find a single one."""
+        self.whole = {one.name: self._empty(one, 1) for one in parts}
+        self.start(self.built.gatherings[stage], GATHERING, self.heads)
+        self.memory |= self.whole
+        self.chunks[stage] = 1
+
+    def _find(self, one: Argument, kernel: Kernel) -> Any:
+        if one.source == "input":
+            return self.call[one.name]
+        if one.source in ("scratch", "whole"):
+            return (self.memory if one.source == "scratch" else self.whole)[one.key]
+        if one.source == "chunks":
+            return self.chunks[int(one.key)]
+        if one.source == "constant":
+            return self.built.constant(kernel, one.key, self.pool.k.device)
+        stored = {"k": self.pool.k, "v": self.pool.v, **self.pool.summaries, **self.pool.state}[one.key]
+        return {"field": stored, "field_head": stored.stride(0), "field_page": stored.stride(1)}[one.source]
 
 
 @dataclass(frozen=True)
@@ -100,8 +161,13 @@ class Generated:
                 tilings = [replace(one, pages=pages) for one in tilings]
             wide = any(kernel.wide for kernel in kernels)
             head = HEAD.format(title=self.title, heads="heads, " if wide else "")
-            source = head + "".join(f"\n\n{kernel.source}" for kernel in kernels)
-            self._built[variant] = Built(kernels, tilings, source)
+            gatherings = {
+                number: print_gathering(f"{kernels[number].name}_all", self.plan, number, self.scratch)
+                for number, stage in enumerate(self.plan.stages)
+                if stage.partials and not self.plan.scans  # a scan goes on from the chunks themselves
+            }
+            source = head + "".join(f"\n\n{kernel.source}" for kernel in (*kernels, *gatherings.values()))
+            self._built[variant] = Built(kernels, tilings, gatherings, source)
         return self._built[variant]
 
     def _kernel(self, number: int, variant: Variant) -> Kernel:
@@ -122,62 +188,21 @@ class Generated:
 
     def launch(self, variant: Variant, requests: int, width: int, call: Mapping[str, Any], pool: LayerPool) -> None:
         """Run all stages. ``call``: inputs by argument name."""
-        built, heads = self.built(variant), variant.heads
+        built = self.built(variant)
         chunks = [-(-width // one.pages) for one in built.tilings]
-        memory = {
-            one.name: torch.empty(
-                requests * heads * (chunks[one.stage] if one.per_chunk else width) * one.elements,
-                dtype=torch.int8 if one.dtype is torch.bool else one.dtype,
-                device=pool.k.device,
-            )
-            for one in self.scratch.values()
-        }
-        shared = [call[name] for name in (("count",) if self.summaries else ("width_bound", "sink", "page_size"))]
+        running = Launch(built, variant.heads, requests, call, pool, chunks)
+        for one in self.scratch.values():
+            running.reserve(one, chunks[one.stage] if one.per_chunk else width)
         for number, (kernel, tile) in enumerate(zip(built.kernels, built.tilings, strict=True)):
-            values = [
-                _find(one, call, pool, memory, chunks, built, kernel)
-                for one in kernel.arguments
-                if one.source != "pages"
-            ]
-            constants = [built.tilings[int(one.key)].pages for one in kernel.arguments if one.source == "pages"]
-            constants += [tile.pages, heads]
-            constants += [tile.each, dot_type(pool.k.dtype)] if kernel.loops else []
-            grid = (chunks[number] * (1 if kernel.wide else heads // tile.each), requests)
-            built.functions[number][grid](
-                *values,
-                *shared,
-                heads,
-                *constants,
-                **dependent_launch(pool.k.device, grid[0] * grid[1]),
-                num_warps=tile.warps,
-                num_stages=tile.stages,
-            )
+            programs = chunks[number] * (1 if kernel.wide else variant.heads // tile.each)
+            running.start(kernel, tile, programs)
+            if number in built.gatherings and chunks[number] > GATHERED:
+                running.gather(number, [one for one in self.scratch.values() if one.per_chunk and one.stage == number])
 
 
 def dot_type(stored: torch.dtype) -> Any:
     """What tensor cores multiply. Triton's interpreter knows no bfloat16."""
     return tl.float32 if INTERPRETED else {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[stored]
-
-
-def _find(
-    one: Argument,
-    call: Mapping[str, Any],
-    pool: LayerPool,
-    memory: Mapping[str, torch.Tensor],
-    chunks: list[int],
-    built: Built,
-    kernel: Kernel,
-) -> Any:
-    if one.source == "input":
-        return call[one.name]
-    if one.source == "scratch":
-        return memory[one.key]
-    if one.source == "chunks":
-        return chunks[int(one.key)]
-    if one.source == "constant":
-        return built.constant(kernel, one.key, pool.k.device)
-    stored = {"k": pool.k, "v": pool.v, **pool.summaries, **pool.state}[one.key]
-    return {"field": stored, "field_head": stored.stride(0), "field_page": stored.stride(1)}[one.source]
 
 
 def _scratch(plan: Plan) -> dict[object, Scratch]:

@@ -7,6 +7,17 @@ from dataclasses import dataclass
 from kvsieve.backends.triton.generate.errors import Refused
 from kvsieve.backends.triton.generate.kernel import Kernel
 
+
+@dataclass(frozen=True)
+class Tiling:
+    """Pages of a tile, warps, software pipelining stages, and heads that a program goes over."""
+
+    pages: int
+    warps: int
+    stages: int = 2
+    each: int = 1
+
+
 TILE = 8192
 """Elements of the largest tile of a kernel."""
 WIDE, WIDE_FIXED = 4096, 16384
@@ -21,17 +32,9 @@ DOT_LOADED, DOT_HEADS = 8192, 2
 SUMMARY_TILE, SUMMARY_WARPS = 2048, 4
 """For summarize, which few pages need at a time: elements of the largest tile, and warps."""
 FEWEST_DOT_PAGES = 16
+GATHERED, GATHERING = 128, Tiling(1, 4)
+"""Chunks of a stage above which a kernel of its own puts them together, and how it runs."""
 ELEMENTS_PER_WARP = 2048
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Pages of a tile, warps, software pipelining stages, and heads that a program goes over."""
-
-    pages: int
-    warps: int
-    stages: int = 2
-    each: int = 1
 
 
 def is_wide(kernel: Kernel, heads: int) -> bool:
