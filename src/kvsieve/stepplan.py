@@ -99,11 +99,11 @@ class StepPlan(Plan):
         return [Trim(blocks, rows, cut.stored, cut.kept, self._eviction.sink, self._recent)]
 
     def upload(self, requests: Sequence[RequestId]) -> None:
-        """Send this step's values; and the tables, if they changed otherwise than by growing."""
-        state = tuple(requests), self.tables.changes
-        if self.memory.known != state:
-            self.memory.known = state
+        """Send this step's values; and the tables, unless all that happened since the last upload was its step."""
+        lengths = [entry.length for entry in self.entries]
+        if self.memory.known != (requests, self.tables.changes, [length - 1 for length in lengths]):
             self.memory.send_tables(self._full_table("blocks"), self._full_table("rows"))
+        self.memory.known = requests, self.tables.changes, lengths
         self.memory.flush()
 
     @property

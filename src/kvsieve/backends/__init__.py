@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from functools import partial
 
 from kvsieve.backends.base import Backend
 from kvsieve.backends.compiled import CompiledBackend
 from kvsieve.backends.eager import EagerBackend
+from kvsieve.backends.forwarding import ScoringBy
 from kvsieve.errors import ConfigError, UnknownName
 
 __all__ = ["Backend", "backend_names", "get_backend"]
 
 
-def _triton(name: str) -> Backend:
+def _triton() -> Backend:
     if importlib.util.find_spec("triton") is None:
-        raise ConfigError(f"backend {name} needs the package triton, which is not installed: pip install triton")
-    from kvsieve.backends import triton
+        raise ConfigError("backend triton needs the package triton, which is not installed: pip install triton")
+    from kvsieve.backends.triton import TritonBackend
 
-    return triton.TritonBackend() if name == "triton" else triton.CompiledScoringBackend()
+    return TritonBackend()
+
+
+def _triton_with_compiled_scoring() -> Backend:
+    """For flows that no kernel is generated for."""
+    return ScoringBy(_triton(), CompiledBackend(), "triton+compiled")
 
 
 _BACKENDS: dict[str, Callable[[], Backend]] = {
     "eager": EagerBackend,
     "compiled": CompiledBackend,
-    "triton": partial(_triton, "triton"),
-    "triton+compiled": partial(_triton, "triton+compiled"),
+    "triton": _triton,
+    "triton+compiled": _triton_with_compiled_scoring,
 }
 
 

@@ -63,3 +63,27 @@ class ForwardingBackend(Backend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: LayerPool, rows: Rows, options: AttentionOptions
     ) -> torch.Tensor:
         return self.inner.prefill(q, k, v, pool, rows, options)
+
+
+class ScoringBy(ForwardingBackend):
+    """Does what ``inner`` does, and summarizes and scores as ``scoring`` does."""
+
+    def __init__(self, inner: Backend, scoring: Backend, name: str) -> None:
+        super().__init__(inner)
+        self.scoring, self.name = scoring, name
+
+    def kernels(self, pool: LayerPool) -> dict[str, str]:
+        theirs = self.scoring.kernels(pool)
+        return self.inner.kernels(pool) | {phase: theirs[phase] for phase in ("summarize", "score")}
+
+    def refusal(self, graphs: FlowGraphs) -> str | None:
+        return self.scoring.refusal(graphs)
+
+    def prepare(self, graphs: FlowGraphs, device: torch.device) -> Any:
+        return self.scoring.prepare(graphs, device)
+
+    def summarize(self, flow: Any, pool: LayerPool, blocks: torch.Tensor) -> None:
+        self.scoring.summarize(flow, pool, blocks)
+
+    def score(self, flow: Any, q: torch.Tensor, pool: LayerPool, window: Window) -> torch.Tensor:
+        return self.scoring.score(flow, q, pool, window)

@@ -1,5 +1,5 @@
 """The Triton backend: decode steps on a CUDA GPU, near the speed of its memory."""
 
-from kvsieve.backends.triton.backend import CompiledScoringBackend, TritonBackend
+from kvsieve.backends.triton.backend import TritonBackend
 
-__all__ = ["CompiledScoringBackend", "TritonBackend"]
+__all__ = ["TritonBackend"]

@@ -8,8 +8,6 @@ import torch
 
 from kvsieve.backends.attention import prefill_requests
 from kvsieve.backends.base import PHASES, AttentionOptions, Backend, Selection
-from kvsieve.backends.compiled import CompiledBackend
-from kvsieve.backends.compiled.backend import CompiledFlow
 from kvsieve.backends.triton.attend import attend
 from kvsieve.backends.triton.evict import MOST_SLOTS, evict_one
 from kvsieve.backends.triton.generate import (
@@ -106,30 +104,6 @@ class TritonBackend(Backend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pool: LayerPool, rows: Rows, options: AttentionOptions
     ) -> torch.Tensor:
         return prefill_requests(q, k, v, pool, rows, options)
-
-
-class CompiledScoringBackend(TritonBackend):
-    """The same with ``summarize`` and ``score`` by ``torch.compile``: for flows that no kernel is generated for."""
-
-    name = "triton+compiled"
-
-    def __init__(self) -> None:
-        self._compiled = CompiledBackend()
-
-    def kernels(self, pool: LayerPool) -> dict[str, str]:
-        return super().kernels(pool) | dict.fromkeys(("summarize", "score"), "torch.compile (inductor)")
-
-    def refusal(self, graphs: FlowGraphs) -> str | None:
-        return self._compiled.refusal(graphs)
-
-    def prepare(self, graphs: FlowGraphs, device: torch.device) -> CompiledFlow:  # type: ignore[override]
-        return self._compiled.prepare(graphs, device)
-
-    def summarize(self, flow: CompiledFlow, pool: LayerPool, blocks: torch.Tensor) -> None:  # type: ignore[override]
-        self._compiled.summarize(flow, pool, blocks)
-
-    def score(self, flow: CompiledFlow, q: torch.Tensor, pool: LayerPool, window: Window) -> torch.Tensor:  # type: ignore[override]
-        return self._compiled.score(flow, q, pool, window)
 
 
 def _generated(graphs: FlowGraphs) -> GeneratedFlow:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-import kvsieve.call as calls
+import kvsieve.backends.base as base
 from kvsieve.backends.base import Backend
 from kvsieve.mass import EVICT_DECAY, AttentionMass, MassLedger
 from kvsieve.paging import slots
@@ -130,7 +130,7 @@ def _(original: Any) -> Any:
     return _left_behind(original, POSITION)
 
 
-@fault("a slot keeps the mass of the token before", 10, calls, "occupy")
+@fault("a slot keeps the mass of the token before", 10, base, "occupy")
 def _(original: Any) -> Any:
     def occupy(pool: LayerPool, rows: torch.Tensor, offsets: torch.Tensor, positions: torch.Tensor) -> None:
         before = {name: field.clone() for name, field in pool.state.items() if name != POSITION}
@@ -141,7 +141,7 @@ def _(original: Any) -> Any:
     return occupy
 
 
-@fault("positions count from what is stored", None, calls, "occupy")
+@fault("positions count from what is stored", None, base, "occupy")
 def _(original: Any) -> Any:
     return lambda pool, rows, offsets, positions: original(
         pool, rows, offsets, (rows - rows.min()) * pool.page_size + offsets
