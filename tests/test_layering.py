@@ -91,7 +91,9 @@ def test_backends_do_not_know_each_other() -> None:
     for path in (ROOT / "backends").rglob("*.py"):
         if path.name != "__init__.py":
             used = {module for module in imports(path) if module.startswith("kvsieve.backends")}
-            package = module_name(path).rsplit(".", 1)[0]
+            package = (
+                ".".join(module_name(path).split(".")[:3]) if path.parent.name != "backends" else "kvsieve.backends"
+            )
             own = {module for module in used if package != "kvsieve.backends" and module.startswith(f"{package}.")}
             assert used <= shared | own | {package}, path
 

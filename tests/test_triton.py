@@ -114,13 +114,20 @@ class World:
     """Ragged requests on a page-major pool of NaN, each with a selection of its own per head."""
 
     def __init__(
-        self, lengths: list[int], page: int, heads: int, group: int, widths: tuple[int, int], dtype: torch.dtype
+        self,
+        lengths: list[int],
+        page: int,
+        heads: int,
+        group: int,
+        widths: tuple[int, int],
+        dtype: torch.dtype,
+        page_major: bool = True,
     ) -> None:
         torch.manual_seed(page * 100 + group)
         pages = [-(-length // page) for length in lengths]
         total, fields = sum(pages) + 2, slot_fields(page, True)
         sums = replace(fields["mass"], shape=(), initial=torch.zeros(()))
-        self.pool = LayerPool(heads, page, *widths, dtype, DEVICE, {}, {**fields, "mass_sum": sums}, True)
+        self.pool = LayerPool(heads, page, *widths, dtype, DEVICE, {}, {**fields, "mass_sum": sums}, page_major)
         self.pool.reserve(total, total)
         for field in (self.pool.k, self.pool.v):
             field.fill_(math.nan)
@@ -159,7 +166,7 @@ LENGTHS = [1, 4, 5, 6, 32, 33, 34, 66, 99, 161]
 def test_attention_and_mass(geometry: tuple, reduction: str, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside PyTorch ops on the same selection, with soft-cap and sink logits in turn; then the mass that is stored."""
     page, heads, group, widths = geometry
-    world = World(LENGTHS, page, heads, group, widths, torch.float32)
+    world = World(LENGTHS, page, heads, group, widths, torch.float32, page_major=reduction != "max")
     longest = 5 * page
     chunk = -(-longest // splits // 16) * 16
     shape = attend.Shape(16, 4, 2, chunk, -(-longest // chunk))
