@@ -95,7 +95,7 @@ def window_inputs(table_of: torch.Tensor, q: torch.Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
-QUICK = 6
+QUICK = 9
 """Every so many cases are run in the quick suite."""
 
 

@@ -61,7 +61,7 @@ def test_kernel_is_source(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "h2o", "--kernel")
     score = text[text.index('"""h2o score') :]
     functions = [node.name for node in ast.parse(score).body if isinstance(node, ast.FunctionDef)]
-    assert functions == ["h2o_score_0", "h2o_score_1"]
+    assert functions == ["h2o_score_0", "h2o_score_1", "h2o_score_0_all"]
 
 
 def test_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
