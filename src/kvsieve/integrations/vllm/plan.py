@@ -1,0 +1,128 @@
+"""One step of a mixed batch, worked out once for all layers, with tensors: which rows decode, and what they attend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvsieve.budget import Budget
+from kvsieve.plan import Quota, Rows, SegmentWindow, Window
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What vLLM says of a step.
+
+    ``starts`` [B + 1]: first token of each request in the flat token axis. ``lengths`` [B]: tokens of each request,
+    new ones included. ``prefilling`` [B] bool: prompts that are not finished. ``blocks`` [B, N]: block table.
+    ``slots`` [T]: where each new token is stored, -1 for padding.
+    """
+
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    prefilling: torch.Tensor
+    blocks: torch.Tensor
+    slots: torch.Tensor
+
+
+class PageMajorWindow(SegmentWindow):
+    """The window per segment as indices into fields that lie page-major: ``page * H + head``."""
+
+    def _index(self, places: torch.Tensor, size: int) -> torch.Tensor:
+        wide = places if places.shape[1] > 1 else torch.nn.functional.pad(places, (0, 1))
+        heads = torch.arange(self._heads, device=places.device)
+        return (wide * self._heads + heads[:, None, None]).flatten(0, 1)
+
+
+class CacheWindow(Window):
+    """A window of pages that lie in vLLM's cache."""
+
+    def by_segment(self, heads: int, blocks: int, rows: int) -> SegmentWindow:
+        key = heads, blocks, rows
+        if key not in self._flat:
+            self._flat[key] = PageMajorWindow(self, heads, blocks, rows)
+        return self._flat[key]
+
+
+class Decoding:
+    """The rows of a batch that take one token on a past: they attend what the flow selects.
+
+    ``places`` [R]: their places in the batch. ``tokens`` [R]: their places in the flat token axis, None if that is all
+    of it, in order. ``table`` [R, S]: physical pages.
+    """
+
+    def __init__(self, batch: Batch, places: torch.Tensor, page_size: int, block_size: int) -> None:
+        self.page_size, self.places = page_size, places
+        everything = len(places) == len(batch.lengths)
+        tokens = batch.starts[:-1].to(torch.int64)
+        self.tokens = None if everything else tokens[places]
+        self.lengths = (batch.lengths if everything else batch.lengths[places]).to(torch.int64)
+        self.pages = (self.lengths + page_size - 1) // page_size
+        share = block_size // page_size
+        width = int(self.pages.max())
+        blocks = batch.blocks[:, : -(-width // share)]
+        blocks = (blocks if everything else blocks[places]).to(torch.int64)
+        table = blocks[..., None] * share + torch.arange(share, device=blocks.device)
+        self.table = table.flatten(1)[:, :width].contiguous()
+        self.rows = Rows((), (), (), self.table, self.lengths)
+        self._quotas: dict[tuple[Budget, bool, bool], Quota] = {}
+
+    def quota(self, budget: Budget, scores: bool, stateful: bool) -> Quota:
+        """How many pages each row attends under a budget, and the window of those that are scored."""
+        key = budget, scores, stateful
+        if key not in self._quotas:
+            self._quotas[key] = self._quota(*key)
+        return self._quotas[key]
+
+    def _quota(self, budget: Budget, scores: bool, stateful: bool) -> Quota:
+        fraction, pages = budget.ratio_fraction, self.pages
+        least = budget.sink + budget.topk + budget.recent
+        kept = torch.clamp(fraction.numerator * pages // fraction.denominator, min=least)
+        counts = torch.minimum(pages, kept)
+        over = pages > kept
+        widths = torch.clamp(pages - budget.sink - budget.recent, min=0)
+        topk = torch.where(over, kept - budget.sink - budget.recent, 0)
+        asked = (widths > 0) & (over | stateful) if scores else torch.zeros_like(over)
+        window = self._window(budget, asked, widths, topk) if bool(asked.any()) else None
+        tokens = int(self.lengths.sum() - self.page_size * (pages - counts).sum())
+        return Quota(
+            budget.sink, budget.recent, pages, counts, int(counts.max()), bool(over.any()), window, tokens
+        )
+
+    def _window(self, budget: Budget, asked: torch.Tensor, widths: torch.Tensor, topk: torch.Tensor) -> CacheWindow:
+        requests = asked.nonzero().flatten()
+        widths, topk = widths[requests], topk[requests]
+        width, p = int(widths.max()), self.page_size
+        place = torch.arange(width, device=widths.device)
+        valid = place < widths[:, None]
+        # Block 0 is vLLM's null block: nobody's tokens lie there.
+        blocks = torch.where(valid, self.table[requests, budget.sink : budget.sink + width], 0)
+        position = ((budget.sink + place) * p).expand(len(requests), width)
+        age = self.lengths[requests][:, None] - p - position
+        return CacheWindow(
+            requests=requests,
+            blocks=blocks,
+            rows=blocks,
+            valid=valid,
+            position=position.to(torch.float32),
+            age=age.to(torch.float32),
+            topk=topk,
+            max_topk=int(topk.max()),
+            total_pages=int(widths.sum()),
+        )
+
+
+class StepPlan:
+    """A step: ``decoding`` and ``prefilling`` rows (None if there are none), and the pages that it fills [C]."""
+
+    def __init__(self, batch: Batch, page_size: int, block_size: int) -> None:
+        counts = batch.starts[1:] - batch.starts[:-1]
+        decoding = (counts == 1) & ~batch.prefilling & (batch.lengths > 1)
+        places = decoding.nonzero().flatten()
+        others = (~decoding & (counts > 0)).nonzero().flatten()
+        self.decoding = Decoding(batch, places, page_size, block_size) if len(places) else None
+        self.prefilling = others if len(others) else None
+        # A page divides a block, so slots say which tokens end a page, and which page it is.
+        ends = batch.slots[(batch.slots >= 0) & (batch.slots % page_size == page_size - 1)]
+        self.filled = ends // page_size
