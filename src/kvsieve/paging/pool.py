@@ -50,21 +50,6 @@ class LayerPool:
         """State rows, the null row included; 0 if the flow has no state."""
         return next((field.shape[1] for field in self.state.values()), 0)
 
-    def flat(self, name: str) -> torch.Tensor:
-        """K, V, a summary or a state field with heads and blocks (or rows) in one axis, not copied."""
-        return self.field(name).flatten(0, 1)
-
-    def field(self, name: str) -> torch.Tensor:
-        """K, V, a summary or a state field: [H, blocks or rows, *shape]."""
-        if name in ("k", "v"):
-            return self.k if name == "k" else self.v
-        return (self.summaries if name in self.summaries else self.state)[name]
-
-    def places(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Where blocks [C] of every head lie in :meth:`flat`: [H, C]."""
-        heads = torch.arange(self.num_kv_heads, device=blocks.device)
-        return heads[:, None] * self.k.shape[1] + blocks
-
     @torch.inference_mode(False)  # a fork or a resume may make it grow in a caller's inference mode
     def reserve(self, blocks: int, rows: int) -> None:
         """Grow to at least this many blocks and rows; what was stored stays."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from kvsieve.graph import FieldSpec
-from kvsieve.paging.pool import LayerPool, uninitialised
+from kvsieve.paging.pool import LayerPool, initial_value, uninitialised
 
 
 class CachePool(LayerPool):
@@ -19,21 +19,26 @@ class CachePool(LayerPool):
     page-major, so that ``page * H + head`` is the place of a page in every one of them.
     """
 
-    def __init__(self, cache: torch.Tensor, page_size: int, summary_fields: Mapping[str, FieldSpec]) -> None:
+    def __init__(
+        self,
+        cache: torch.Tensor,
+        page_size: int,
+        summary_fields: Mapping[str, FieldSpec],
+        state_fields: Mapping[str, FieldSpec],
+        state_rows: int,
+    ) -> None:
         blocks, heads, block_size, width = cache.shape
         self.num_kv_heads, self.page_size = heads, page_size
         self.dtype, self.device = cache.dtype, cache.device
         self.pages = blocks * (block_size // page_size)
         self.rows_of_pages = cache.view(self.pages, heads, 2, page_size, width // 2)
         self.k, self.v = (self.rows_of_pages[:, :, part].transpose(0, 1) for part in (0, 1))
-        self._initial: dict[str, torch.Tensor] = {}
         with torch.inference_mode(False):  # they outlive a forward pass
-            self._stored = {
-                name: uninitialised((self.pages * heads, *spec.shape), spec.dtype or cache.dtype, cache.device)
-                for name, spec in summary_fields.items()
-            }
-        self.summaries = {name: self._by_head(field) for name, field in self._stored.items()}
-        self.state = {}
+            self._initial = {name: initial_value(spec).to(cache.device) for name, spec in state_fields.items()}
+            self._stored = {name: self._made(spec, self.pages) for name, spec in summary_fields.items()}
+            self._stored |= {name: self._made(spec, state_rows) for name, spec in state_fields.items()}
+        self.summaries = {name: self._by_head(self._stored[name]) for name in summary_fields}
+        self.state = {name: self._by_head(self._stored[name]) for name in state_fields}
 
     def store(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store tokens k, v [T, H, D] at vLLM's slots [T] (``block * block_size + offset``; -1: nowhere)."""
@@ -60,6 +65,9 @@ class CachePool(LayerPool):
     def side_bytes(self) -> int:
         """Memory of the side fields."""
         return sum(field.nbytes for field in self._stored.values())
+
+    def _made(self, spec: FieldSpec, size: int) -> torch.Tensor:
+        return uninitialised((size * self.num_kv_heads, *spec.shape), spec.dtype or self.dtype, self.device)
 
     def _by_head(self, field: torch.Tensor) -> torch.Tensor:
         return field.unflatten(0, (-1, self.num_kv_heads)).transpose(0, 1)

@@ -2,34 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from kvsieve.backends import Backend, get_backend
-from kvsieve.errors import ConfigError
+from kvsieve.backends.base import Selection
 from kvsieve.flow import extra_parameters
 from kvsieve.graph import FlowGraphs, Geometry
+from kvsieve.integrations.vllm.cache import CachePool
 from kvsieve.integrations.vllm.config import Settings, settings_from
-from kvsieve.integrations.vllm.counters import Counters
+from kvsieve.integrations.vllm.counters import Counters, export
+from kvsieve.integrations.vllm.limits import refuse_what_vllm_lacks
+from kvsieve.integrations.vllm.plan import Decoding
 from kvsieve.layers import Layers
 
 
+class Recorder(Protocol):
+    """Sees what decode steps did; only checks set one."""
+
+    def step(
+        self,
+        impl: Any,
+        pool: CachePool,
+        rows: Decoding,
+        q: torch.Tensor,
+        scores: torch.Tensor | None,
+        selection: Selection,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """A layer's decode step: q, out [R, H, G, D], lse [R, H, G], scores [Rs, H, W]."""
+
+
 class Engine:
-    """Settings, the flow as its backend runs it, and counters."""
+    """Settings, the flow as its backend runs it, counters."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.backend: Backend = get_backend(settings.backend)
         self.counters = Counters()
+        self.recorder: Recorder | None = None
         self._layers = Layers(
             settings.flow, settings.budget, settings.page_size, settings.skip_layers, self.backend, settings.flow.mass
         )
 
+    @property
+    def stateful(self) -> bool:
+        """Whether the flow keeps state of requests."""
+        return self.settings.flow.init_state is not None
+
     def flow_for(
         self, layer: int, head_dim: int, group: int, scale: float, device: torch.device
     ) -> tuple[FlowGraphs, Any]:
-        """The flow for a layer, traced and prepared."""
+        """The flow for a layer, traced and prepared.
+
+        Raises:
+            FlowError, ConfigError: the flow breaks a rule, or the backend refuses it.
+        """
         wanted = extra_parameters(self.settings.flow)
         geometry = Geometry(
             self.settings.page_size,
@@ -57,6 +87,7 @@ def engine_for(vllm_config: Any) -> Engine | None:
         if settings is None:
             return None
         refuse_what_vllm_lacks(settings, vllm_config)
+        export()
         _ENGINES[name] = Engine(settings)
     return _ENGINES[name]
 
@@ -64,22 +95,3 @@ def engine_for(vllm_config: Any) -> Engine | None:
 def engines() -> list[Engine]:
     """The engines of this process, the oldest first."""
     return list(_ENGINES.values())
-
-
-def refuse_what_vllm_lacks(settings: Settings, vllm_config: Any) -> None:
-    """Refuse a flow or an engine option that the plug-in cannot honour.
-
-    Raises:
-        ConfigError: with expected, received and the remedy.
-    """
-    flow, cache = settings.flow, vllm_config.cache_config
-    if flow.mass is not None or flow.init_state is not None:
-        raise ConfigError(
-            f"flow {flow!r} keeps state or attention mass per request, which the vLLM plug-in does not carry yet: "
-            "expected a flow of summaries only, such as gqa_quest_sparse_attention"
-        )
-    if cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
-        raise ConfigError(
-            f"kv_cache_dtype: expected auto (K and V in the model's own dtype), received {cache.cache_dtype}; leave "
-            "--kv-cache-dtype out"
-        )

@@ -49,24 +49,27 @@ class Decoding:
     """The rows of a batch that take one token on a past: they attend what the flow selects.
 
     ``places`` [R]: their places in the batch. ``tokens`` [R]: their places in the flat token axis, None if that is all
-    of it, in order. ``table`` [R, S]: physical pages.
+    of it, in order. ``table`` [R, S]: physical pages. ``state`` [R]: the state row of each one's first page, if the
+    flow has state.
     """
 
     def __init__(self, batch: Batch, places: torch.Tensor, page_size: int, block_size: int) -> None:
         self.page_size, self.places = page_size, places
         everything = len(places) == len(batch.lengths)
-        tokens = batch.starts[:-1].to(torch.int64)
-        self.tokens = None if everything else tokens[places]
+        self.tokens = None if everything else batch.starts[:-1].to(torch.int64)[places]
         self.lengths = (batch.lengths if everything else batch.lengths[places]).to(torch.int64)
         self.pages = (self.lengths + page_size - 1) // page_size
-        share = block_size // page_size
-        width = int(self.pages.max())
-        blocks = batch.blocks[:, : -(-width // share)]
-        blocks = (blocks if everything else blocks[places]).to(torch.int64)
-        table = blocks[..., None] * share + torch.arange(share, device=blocks.device)
-        self.table = table.flatten(1)[:, :width].contiguous()
+        self.table = self._physical_pages(batch.blocks, everything, block_size // page_size)
         self.rows = Rows((), (), (), self.table, self.lengths)
+        self.state: torch.Tensor | None = None
         self._quotas: dict[tuple[Budget, bool, bool], Quota] = {}
+
+    def _physical_pages(self, blocks: torch.Tensor, everything: bool, share: int) -> torch.Tensor:
+        width = int(self.pages.max())
+        blocks = blocks[:, : -(-width // share)]
+        blocks = (blocks if everything else blocks[self.places]).to(torch.int64)
+        table = blocks[..., None] * share + torch.arange(share, device=blocks.device)
+        return table.flatten(1)[:, :width].contiguous()
 
     def quota(self, budget: Budget, scores: bool, stateful: bool) -> Quota:
         """How many pages each row attends under a budget, and the window of those that are scored."""
@@ -86,9 +89,7 @@ class Decoding:
         asked = (widths > 0) & (over | stateful) if scores else torch.zeros_like(over)
         window = self._window(budget, asked, widths, topk) if bool(asked.any()) else None
         tokens = int(self.lengths.sum() - self.page_size * (pages - counts).sum())
-        return Quota(
-            budget.sink, budget.recent, pages, counts, int(counts.max()), bool(over.any()), window, tokens
-        )
+        return Quota(budget.sink, budget.recent, pages, counts, int(counts.max()), bool(over.any()), window, tokens)
 
     def _window(self, budget: Budget, asked: torch.Tensor, widths: torch.Tensor, topk: torch.Tensor) -> CacheWindow:
         requests = asked.nonzero().flatten()
@@ -96,14 +97,17 @@ class Decoding:
         width, p = int(widths.max()), self.page_size
         place = torch.arange(width, device=widths.device)
         valid = place < widths[:, None]
-        # Block 0 is vLLM's null block: nobody's tokens lie there.
+        # Block 0 is vLLM's null block: nobody's tokens lie there. State row 0 is nobody's either.
         blocks = torch.where(valid, self.table[requests, budget.sink : budget.sink + width], 0)
+        rows = blocks  # without state nobody reads them
+        if self.state is not None:
+            rows = torch.where(valid, self.state[requests][:, None] + budget.sink + place, 0)
         position = ((budget.sink + place) * p).expand(len(requests), width)
         age = self.lengths[requests][:, None] - p - position
         return CacheWindow(
             requests=requests,
             blocks=blocks,
-            rows=blocks,
+            rows=rows,
             valid=valid,
             position=position.to(torch.float32),
             age=age.to(torch.float32),
@@ -114,7 +118,8 @@ class Decoding:
 
 
 class StepPlan:
-    """A step: ``decoding`` and ``prefilling`` rows (None if there are none), and the pages that it fills [C]."""
+    """A step: ``decoding`` and ``prefilling`` rows (None if there are none), the pages that it fills [C] and the state
+    rows that enter [E]."""
 
     def __init__(self, batch: Batch, page_size: int, block_size: int) -> None:
         counts = batch.starts[1:] - batch.starts[:-1]
@@ -126,3 +131,10 @@ class StepPlan:
         # A page divides a block, so slots say which tokens end a page, and which page it is.
         ends = batch.slots[(batch.slots >= 0) & (batch.slots % page_size == page_size - 1)]
         self.filled = ends // page_size
+        self.entered: torch.Tensor | None = None
+
+
+def ragged(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For ragged rows of these sizes [B]: row and place in the row, element by element."""
+    row = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+    return row, torch.arange(len(row), device=counts.device) - (torch.cumsum(counts, 0) - counts)[row]

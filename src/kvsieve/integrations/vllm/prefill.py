@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvsieve.integrations.vllm.cache import CachePool
-from kvsieve.integrations.vllm.plan import Batch
+from kvsieve.integrations.vllm.plan import Batch, ragged
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Prefill:
         lengths = batch.lengths[places].to(torch.int64)
         every = len(places) == len(batch.lengths)
         self.tokens = None if every else _ranges(batch.starts[:-1][places].to(torch.int64), counts)
-        row, position = _rows(lengths)
+        row, position = ragged(lengths)
         held = (lengths + size - 1) // size
         first = torch.cumsum(held, 0) - held
         self.blocks = int(held.sum())
@@ -115,12 +115,6 @@ class Scratch:
         return key_cache, value_cache
 
 
-def _rows(counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For ragged rows of these sizes: row and place in the row, element by element."""
-    row = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    return row, torch.arange(len(row)) - (torch.cumsum(counts, 0) - counts)[row]
-
-
 def _ranges(starts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    row, place = _rows(counts)
+    row, place = ragged(counts)
     return starts[row] + place

@@ -1,0 +1,90 @@
+"""Which row of state belongs to which request, when vLLM's metadata names no requests.
+
+A request is known by the physical block that holds its newest token. Only the request itself writes to that block (vLLM
+shares a block when it is full, and computes at least the last prompt token anew), so the block of the token before the
+new one was last written by the same request. A decode step hands its row on to the block that it writes; whatever a
+prompt writes to loses its row. Rows thus follow a request through any order of the batch, end when its blocks are
+written by another, and start afresh after a preemption, which vLLM answers by computing all tokens anew as a prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvsieve.integrations.vllm.plan import Batch, Decoding, ragged
+
+NOBODY = 0
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """State of a step's decoding requests: ``first`` [R]: the row of each one's first page (its page ``i`` lies ``i``
+    rows further); ``entered`` [C]: rows of pages that are new to their request."""
+
+    first: torch.Tensor
+    entered: torch.Tensor
+
+
+class RequestRows:
+    """Rows for at most ``requests`` requests at a time, of ``max_pages`` pages each. Row 0 is nobody's.
+
+    The row that has not been used for longest is given to a new request; those of the current step are safe.
+    """
+
+    def __init__(self, requests: int, max_pages: int, page_size: int, block_size: int) -> None:
+        self.requests, self.max_pages = requests, max_pages
+        self.page_size, self.block_size = page_size, block_size
+        self._owner = torch.zeros(0, dtype=torch.int64)  # by block: the row of the request that wrote its newest token
+        self._used = torch.zeros(requests + 1, dtype=torch.int64)
+        self._clock = 0
+
+    @property
+    def total(self) -> int:
+        """State rows in all, the null one included."""
+        return (self.requests + 1) * self.max_pages
+
+    def step(self, batch: Batch, decoding: Decoding | None) -> StateRows | None:
+        """Rows of the step's decoding requests; new requests get one. Call it once a step, in order."""
+        written = batch.slots[batch.slots >= 0] // self.block_size
+        self._grow(int(max(batch.blocks.max(), written.max() if len(written) else 0)) + 1)
+        if decoding is None:
+            self._owner[written] = NOBODY
+            return None
+        table = batch.blocks[decoding.places].to(torch.int64)
+        lengths = decoding.lengths
+        newest, before = (
+            table.gather(1, ((lengths - back) // self.block_size)[:, None])[:, 0] for back in (1, 2)
+        )
+        rows = self._owner[before]
+        self._owner[written] = NOBODY
+        self._owner[before] = NOBODY
+        new = rows == NOBODY
+        self._clock += 1
+        self._used[rows] = self._clock
+        if bool(new.any()):
+            self._take(rows, new)
+        self._owner[newest] = rows
+        first = rows * self.max_pages
+        return StateRows(first, self._entered(first, lengths, new))
+
+    def _take(self, rows: torch.Tensor, new: torch.Tensor) -> None:
+        count = int(new.sum())
+        longest = torch.topk(self._used[1:], count, largest=False).indices + 1
+        taken = torch.isin(self._owner, longest)
+        self._owner[taken] = NOBODY
+        rows[new] = longest
+        self._used[longest] = self._clock
+
+    def _entered(self, first: torch.Tensor, lengths: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Rows of pages that begin with this step's token; of a new request, of all its pages."""
+        pages = (lengths + self.page_size - 1) // self.page_size
+        begins = (lengths - 1) % self.page_size == 0
+        count = torch.where(new, pages, begins.to(torch.int64))
+        row, place = ragged(count)
+        return first[row] + (pages - count)[row] + place
+
+    def _grow(self, blocks: int) -> None:
+        if len(self._owner) < blocks:
+            self._owner = torch.cat([self._owner, self._owner.new_zeros(blocks - len(self._owner))])
