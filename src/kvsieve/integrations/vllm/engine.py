@@ -16,6 +16,7 @@ from kvsieve.integrations.vllm.counters import Counters, export
 from kvsieve.integrations.vllm.limits import refuse_what_vllm_lacks
 from kvsieve.integrations.vllm.plan import Decoding
 from kvsieve.layers import Layers
+from kvsieve.plan import Quota
 
 
 class Recorder(Protocol):
@@ -26,6 +27,7 @@ class Recorder(Protocol):
         impl: Any,
         pool: CachePool,
         rows: Decoding,
+        quota: Quota,
         q: torch.Tensor,
         scores: torch.Tensor | None,
         selection: Selection,

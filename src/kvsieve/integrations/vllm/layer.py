@@ -133,7 +133,7 @@ class SieveImpl(CPUAttentionBackendImpl):
         if audited:
             self._audit(pool, rows, q, options, lse)
         if self.engine.recorder is not None:
-            self.engine.recorder.step(self, pool, rows, q, scores, selection, out, lse)
+            self.engine.recorder.step(self, pool, rows, quota, q, scores, selection, out, lse)
         return out.flatten(1, 2)
 
     def _audit(
