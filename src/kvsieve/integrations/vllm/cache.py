@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from kvsieve.graph import FieldSpec
-from kvsieve.paging.pool import LayerPool, initial_value, uninitialised
+from kvsieve.paging.pool import LayerPool, initial_value
 
 
 class CachePool(LayerPool):
@@ -28,17 +28,15 @@ class CachePool(LayerPool):
         state_rows: int,
     ) -> None:
         blocks, heads, block_size, width = cache.shape
-        self.num_kv_heads, self.page_size = heads, page_size
+        self.num_kv_heads, self.page_size, self.page_major = heads, page_size, True
         self.dtype, self.device = cache.dtype, cache.device
         self.pages = blocks * (block_size // page_size)
         self.rows_of_pages = cache.view(self.pages, heads, 2, page_size, width // 2)
         self.k, self.v = (self.rows_of_pages[:, :, part].transpose(0, 1) for part in (0, 1))
         with torch.inference_mode(False):  # they outlive a forward pass
             self._initial = {name: initial_value(spec).to(cache.device) for name, spec in state_fields.items()}
-            self._stored = {name: self._made(spec, self.pages) for name, spec in summary_fields.items()}
-            self._stored |= {name: self._made(spec, state_rows) for name, spec in state_fields.items()}
-        self.summaries = {name: self._by_head(self._stored[name]) for name in summary_fields}
-        self.state = {name: self._by_head(self._stored[name]) for name in state_fields}
+            self.summaries = {name: self._made(spec, self.pages) for name, spec in summary_fields.items()}
+            self.state = {name: self._made(spec, state_rows) for name, spec in state_fields.items()}
 
     def store(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store tokens k, v [T, H, D] at vLLM's slots [T] (``block * block_size + offset``; -1: nowhere)."""
@@ -52,22 +50,10 @@ class CachePool(LayerPool):
         found = self.rows_of_pages[slots // self.page_size, :, :, slots % self.page_size]
         return found[:, :, 0], found[:, :, 1]
 
-    def flat(self, name: str) -> torch.Tensor:
-        if name in ("k", "v"):
-            return self.rows_of_pages.flatten(0, 1)[:, 0 if name == "k" else 1]
-        return self._stored[name]
-
-    def places(self, blocks: torch.Tensor) -> torch.Tensor:
-        heads = torch.arange(self.num_kv_heads, device=blocks.device)
-        return heads[:, None] + blocks * self.num_kv_heads
-
     @property
     def side_bytes(self) -> int:
         """Memory of the side fields."""
-        return sum(field.nbytes for field in self._stored.values())
+        return sum(field.nbytes for field in (*self.summaries.values(), *self.state.values()))
 
     def _made(self, spec: FieldSpec, size: int) -> torch.Tensor:
-        return uninitialised((size * self.num_kv_heads, *spec.shape), spec.dtype or self.dtype, self.device)
-
-    def _by_head(self, field: torch.Tensor) -> torch.Tensor:
-        return field.unflatten(0, (-1, self.num_kv_heads)).transpose(0, 1)
+        return self._storage(size, spec.shape, spec.dtype or self.dtype)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvsieve.budget import Budget
-from kvsieve.plan import Quota, Rows, SegmentWindow, Window
+from kvsieve.plan import Quota, Rows, Window
 
 
 @dataclass(frozen=True)
@@ -24,25 +24,6 @@ class Batch:
     prefilling: torch.Tensor
     blocks: torch.Tensor
     slots: torch.Tensor
-
-
-class PageMajorWindow(SegmentWindow):
-    """The window per segment as indices into fields that lie page-major: ``page * H + head``."""
-
-    def _index(self, places: torch.Tensor, size: int) -> torch.Tensor:
-        wide = places if places.shape[1] > 1 else torch.nn.functional.pad(places, (0, 1))
-        heads = torch.arange(self._heads, device=places.device)
-        return (wide * self._heads + heads[:, None, None]).flatten(0, 1)
-
-
-class CacheWindow(Window):
-    """A window of pages that lie in vLLM's cache."""
-
-    def by_segment(self, heads: int, blocks: int, rows: int) -> SegmentWindow:
-        key = heads, blocks, rows
-        if key not in self._flat:
-            self._flat[key] = PageMajorWindow(self, heads, blocks, rows)
-        return self._flat[key]
 
 
 class Decoding:
@@ -89,32 +70,31 @@ class Decoding:
         asked = (widths > 0) & (over | stateful) if scores else torch.zeros_like(over)
         window = self._window(budget, asked, widths, topk) if bool(asked.any()) else None
         tokens = int(self.lengths.sum() - self.page_size * (pages - counts).sum())
-        return Quota(budget.sink, budget.recent, pages, counts, int(counts.max()), bool(over.any()), window, tokens)
+        return Quota(
+            *(budget.sink, budget.recent, pages, counts, int(counts.max()), bool(over.any()), window, tokens),
+            self.table,
+        )
 
-    def _window(self, budget: Budget, asked: torch.Tensor, widths: torch.Tensor, topk: torch.Tensor) -> CacheWindow:
+    def _window(self, budget: Budget, asked: torch.Tensor, widths: torch.Tensor, topk: torch.Tensor) -> Window:
         requests = asked.nonzero().flatten()
         widths, topk = widths[requests], topk[requests]
-        width, p = int(widths.max()), self.page_size
-        place = torch.arange(width, device=widths.device)
-        valid = place < widths[:, None]
-        # Block 0 is vLLM's null block: nobody's tokens lie there. State row 0 is nobody's either.
-        blocks = torch.where(valid, self.table[requests, budget.sink : budget.sink + width], 0)
-        rows = blocks  # without state nobody reads them
-        if self.state is not None:
-            rows = torch.where(valid, self.state[requests][:, None] + budget.sink + place, 0)
-        position = ((budget.sink + place) * p).expand(len(requests), width)
-        age = self.lengths[requests][:, None] - p - position
-        return CacheWindow(
+        # What is no window page becomes block 0, vLLM's null block, and state row 0, which is nobody's.
+        return Window(
             requests=requests,
-            blocks=blocks,
-            rows=rows,
-            valid=valid,
-            position=position.to(torch.float32),
-            age=age.to(torch.float32),
+            table=self.table,
+            row_table=self.table if self.state is None else self._state_rows(self.state),
+            lengths=self.lengths,
+            widths=widths,
+            width=int(widths.max()),
+            sink=budget.sink,
+            page_size=self.page_size,
             topk=topk,
             max_topk=int(topk.max()),
             total_pages=int(widths.sum()),
         )
+
+    def _state_rows(self, first: torch.Tensor) -> torch.Tensor:
+        return first[:, None] + torch.arange(self.table.shape[1], device=first.device)
 
 
 class StepPlan:
