@@ -41,7 +41,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral_sliding": ("Mistral", {"sliding_window": 40}),
     "gemma2": (
         "Gemma2",
-        {"sliding_window": 40, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 5, "num_hidden_layers": 4},
+        {
+            "sliding_window": 40,
+            "attn_logit_softcapping": 1.5,
+            "query_pre_attn_scalar": 5,
+            "num_hidden_layers": 4,
+            "tie_word_embeddings": True,
+        },
     ),
 }
 NEAR_TIE = 0.05

@@ -14,7 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, CPUAttenti
 from kvsieve.integrations.vllm.engine import Engine, engine_for
 from kvsieve.integrations.vllm.layer import SieveImpl, layer_index
 from kvsieve.integrations.vllm.limits import refuse_block_size, refuse_layer
-from kvsieve.integrations.vllm.meaning import announce
+from kvsieve.integrations.vllm.meaning import announce, logger
 from kvsieve.integrations.vllm.plan import Batch, StepPlan
 from kvsieve.integrations.vllm.prefill import KernelOptions, Prefill
 from kvsieve.integrations.vllm.requests import RequestRows
@@ -83,6 +83,8 @@ class SieveBuilder(CPUAttentionMetadataBuilder):
         assert self.tally is not None
         if self.tally.count(plan, len(batch.slots)):
             metadata.audited = self._audited(self.engine)
+            if self.engine.counters.sparse_steps == 1:
+                logger.info("kvsieve: the first sparse step; from now on longer requests attend a selection")
         return metadata
 
     def _metadata(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool) -> SieveMetadata:
