@@ -28,22 +28,24 @@ class StateRows:
 
 
 class RequestRows:
-    """Rows for at most ``requests`` requests at a time, of ``max_pages`` pages each. Row 0 is nobody's.
+    """Rows of ``max_pages`` pages each; row 0 is nobody's. Twice as many as there are ``requests`` at a time.
 
-    The row that has not been used for longest is given to a new request; those of the current step are safe.
+    Nobody says that a request has ended. A new one is given a row whose block another request has written since; if
+    there is none, the row that has not been used for longest, so that a request may sit out some steps. Should it lose
+    its row all the same, its state starts afresh: it never becomes another's.
     """
 
     def __init__(self, requests: int, max_pages: int, page_size: int, block_size: int) -> None:
-        self.requests, self.max_pages = requests, max_pages
+        self.rows, self.max_pages = 2 * requests, max_pages
         self.page_size, self.block_size = page_size, block_size
         self._owner = torch.zeros(0, dtype=torch.int64)  # by block: the row of the request that wrote its newest token
-        self._used = torch.zeros(requests + 1, dtype=torch.int64)
+        self._used = torch.zeros(self.rows + 1, dtype=torch.int64)
         self._clock = 0
 
     @property
     def total(self) -> int:
         """State rows in all, the null one included."""
-        return (self.requests + 1) * self.max_pages
+        return (self.rows + 1) * self.max_pages
 
     def step(self, batch: Batch, decoding: Decoding | None) -> StateRows | None:
         """Rows of the step's decoding requests; new requests get one. Call it once a step, in order."""
@@ -70,8 +72,10 @@ class RequestRows:
         return StateRows(first, self._entered(first, lengths, new))
 
     def _take(self, rows: torch.Tensor, new: torch.Tensor) -> None:
-        count = int(new.sum())
-        longest = torch.topk(self._used[1:], count, largest=False).indices + 1
+        owned = torch.zeros_like(self._used, dtype=torch.bool)
+        owned[self._owner] = True
+        age = torch.where(owned | (self._used == self._clock), self._used, -1)
+        longest = torch.topk(age[1:], int(new.sum()), largest=False).indices + 1
         taken = torch.isin(self._owner, longest)
         self._owner[taken] = NOBODY
         rows[new] = longest
