@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from kvsieve.errors import KvsieveError
+from kvsieve.integrations.vllm.layer import SieveImpl
+from kvsieve.verify.engine_steps import StepOracle
+from kvsieve.verify.unselected import UnselectedNaN
 from vllm_world import (
     ARCHITECTURES,
     Answer,
@@ -22,12 +25,6 @@ from vllm_world import (
     write_model,
 )
 
-from kvsieve import ConfigError
-from kvsieve.errors import KvsieveError
-from kvsieve.integrations.vllm.layer import SieveImpl
-from kvsieve.verify.engine_steps import StepOracle
-from kvsieve.verify.unselected import UnselectedNaN
-
 QUEST: dict[str, Any] = {
     "flow": "gqa_quest_sparse_attention",
     "page_size": 8,
@@ -38,7 +35,9 @@ TOKENS: dict[str, Any] = {
     "flow": "gqa_h2o_token_sparse_attention",
     "budget": {"topk": 20, "sink": 4, "recent": 9},
 }
-RAGGED = [tokens(*where) for where in ((0, 5), (100, 500), (7, 127), (50, 333), (500, 33), (900, 320), (40, 64), (3, 1))]
+RAGGED = [
+    tokens(*where) for where in ((0, 5), (100, 500), (7, 127), (50, 333), (500, 33), (900, 320), (40, 64), (3, 1))
+]
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +141,7 @@ def test_audit_and_counters(models: dict[str, Path]) -> None:
         ({**QUEST, "flow": "no_such_flow"}, {}, "no_such_flow"),
         ({**QUEST, "page_size": 5}, {}, "does not divide"),
         ({**QUEST, "skip_layers": [3]}, {}, "[3]"),
-        ({**QUEST, "flow": "h2o"}, {"enable_prefix_caching": True}, "prefix"),
+        ({**QUEST, "flow": "h2o"}, {}, "attention mass"),
         (QUEST, {"kv_cache_dtype": "fp8"}, "kv-cache-dtype"),
     ],
 )

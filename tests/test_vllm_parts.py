@@ -93,7 +93,9 @@ def test_pages_divide_blocks() -> None:
 
 def random_batch(draw: random.Random, block_size: int, requests: int) -> tuple[Batch, list[int], list[int], list[bool]]:
     """Requests of random lengths, some of them prompts; blocks in random order."""
-    lengths = [draw.choice([1, 2, block_size - 1, block_size, block_size + 1, draw.randint(2, 200)]) for _ in range(requests)]
+    lengths = [
+        draw.choice([1, 2, block_size - 1, block_size, block_size + 1, draw.randint(2, 200)]) for _ in range(requests)
+    ]
     prefilling = [length == 1 or draw.random() < 0.4 for length in lengths]
     counts = [draw.randint(1, length) if new else 1 for length, new in zip(lengths, prefilling, strict=True)]
     wide = max(-(-length // block_size) for length in lengths)
@@ -105,7 +107,9 @@ def random_batch(draw: random.Random, block_size: int, requests: int) -> tuple[B
         for at in range(length - count, length)
     ]
     starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
-    batch = Batch(starts, torch.tensor(lengths, dtype=torch.int32), torch.tensor(prefilling), table, torch.tensor(slots))
+    batch = Batch(
+        starts, torch.tensor(lengths, dtype=torch.int32), torch.tensor(prefilling), table, torch.tensor(slots)
+    )
     return batch, lengths, counts, prefilling
 
 
@@ -154,7 +158,9 @@ def _check_quota(
     if quota.window is not None:
         window = quota.window
         assert window.requests.tolist() == scored
-        assert window.topk.tolist() == [kept[i] - budget.sink - budget.recent if pages[i] > kept[i] else 0 for i in scored]
+        assert window.topk.tolist() == [
+            kept[i] - budget.sink - budget.recent if pages[i] > kept[i] else 0 for i in scored
+        ]
         assert window.total_pages == sum(budget.window(pages[i]) for i in scored)
         for place, row in enumerate(scored):
             columns = budget.window(pages[row])
@@ -281,7 +287,9 @@ class SimulatedEngine:
             self.prompt[request] = max(0, self.prompt[request] - count)
         starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
         lengths = torch.tensor([self.length[request] for request in scheduled], dtype=torch.int32)
-        batch = Batch(starts, lengths, torch.tensor(prefilling, dtype=torch.bool), table, torch.tensor(slots, dtype=torch.int64))
+        batch = Batch(
+            starts, lengths, torch.tensor(prefilling, dtype=torch.bool), table, torch.tensor(slots, dtype=torch.int64)
+        )
         return batch, scheduled
 
 

@@ -23,9 +23,7 @@ TEXT = Path(__file__).parent.parent / "examples" / "jargon.txt"
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(
-        f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
+    request = urllib.request.Request(f"{url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=3600) as answer:
         return json.load(answer)
 

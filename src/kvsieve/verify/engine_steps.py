@@ -93,9 +93,7 @@ class StepOracle:
                 return known.pop(place)
         return None
 
-    def _new(
-        self, impl: Any, pool: LayerPool, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> KnownRequest:
+    def _new(self, impl: Any, pool: LayerPool, pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> KnownRequest:
         self.requests += 1
         twins = []
         for head in range(pool.num_kv_heads):

@@ -1,7 +1,7 @@
 """kvsieve inside vLLM: a plug-in that lets a flow decide what decode steps attend.
 
-``kvsieve[vllm]`` installs the entry point ``vllm.general_plugins``; vLLM calls :func:`register` in each of its processes.
-Without ``additional_config={"kvsieve": {...}}`` it changes nothing.
+The package has an entry point ``vllm.general_plugins``: vLLM calls :func:`register` in each of its processes. Without
+``additional_config={"kvsieve": {...}}`` it changes nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ BACKEND = "kvsieve.integrations.vllm.backend.SieveBackend"
 
 
 def register() -> None:
-    """Put the backend in place of vLLM's CPU attention; may be called more than once."""
+    """Put the backend in place of vLLM's CPU attention; may be called more than once. Other platforms stay as they are."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)

@@ -15,7 +15,7 @@ class CachePool(LayerPool):
 
     A physical page is ``block * pages_per_block + page in the block``; it takes the place of a pool's block. Within a
     block of vLLM's CPU cache ``[blocks, H, block_size, 2 * D]`` the plug-in stores plain rows, page by page: ``[pages,
-    H, 2 (K, V), p, D]``. Whole blocks may thus be moved by vLLM, and a page of K or V is one dense piece. All fields lie
+    H, 2 (K, V), p, D]``. vLLM may thus move whole blocks, and a page of K or V is one dense piece. All fields lie
     page-major, so that ``page * H + head`` is the place of a page in every one of them.
     """
 

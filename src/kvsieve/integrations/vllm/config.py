@@ -1,4 +1,4 @@
-"""The plug-in's configuration: one JSON object under ``additional_config["kvsieve"]``, made of the library's own classes."""
+"""The plug-in's configuration: one JSON object in vLLM's ``additional_config["kvsieve"]``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsieve.backends import backend_names
-from kvsieve.budget import Budget, BudgetLike, check_integer
-from kvsieve.errors import ConfigError, UnknownName
+from kvsieve.budget import Budget
+from kvsieve.errors import ConfigError, UnknownName, check_integer
 from kvsieve.flow import Flow, check_flow, choose_page_size, load_flow
 
 KEY = "kvsieve"
@@ -20,8 +20,9 @@ KEY = "kvsieve"
 class Settings:
     """What the user asked for.
 
-    ``budget``: pages attended per decode step, for all layers or by layer. ``skip_layers`` stay dense. ``audit_every``:
-    every so many sparse steps one layer also attends everything, to see what attention the selection captured; 0: never.
+    ``budget``: pages attended per decode step; ``layer_budgets``: where a layer has its own. ``skip_layers`` stay dense.
+    ``audit_every``: every so many sparse steps one layer also attends everything, to see what attention the selection
+    captured; 0: never.
     """
 
     flow: Flow
@@ -35,10 +36,6 @@ class Settings:
     def budget_of(self, layer: int) -> Budget:
         """The budget of a layer."""
         return self.layer_budgets.get(layer, self.budget)
-
-    def budgets(self, layers: int) -> BudgetLike:
-        """The budget of all layers, as the library's other parts take it."""
-        return {layer: self.budget_of(layer) for layer in range(layers)} if self.layer_budgets else self.budget
 
 
 def settings_from(additional_config: Any) -> Settings | None:

@@ -47,11 +47,13 @@ def examine_server(url: str) -> Finding:
         return Finding(
             what,
             False,
-            "no kvsieve metrics: start it with `kvsieve serve`, or with --additional-config and PROMETHEUS_MULTIPROC_DIR "
-            "set to an empty directory",
+            "no kvsieve metrics: start it with `kvsieve serve`, or with --additional-config and "
+            "PROMETHEUS_MULTIPROC_DIR set to an empty directory",
         )
     if not totals["sparse_rows"]:
-        return Finding(what, False, f"no sparse token yet, {totals['dense_rows']:.0f} dense ones: ask it something long")
+        return Finding(
+            what, False, f"no sparse token yet, {totals['dense_rows']:.0f} dense ones: ask it something long"
+        )
     kept = totals["pages_kept"] / totals["pages_seen"]
     return Finding(
         what,

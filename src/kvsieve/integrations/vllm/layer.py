@@ -99,9 +99,10 @@ class SieveImpl(CPUAttentionBackendImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if attn_metadata is None or not self.is_sparse(layer.layer_name):
-            return super().forward(
+            dense: torch.Tensor = super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
+            return dense
         step: SieveMetadata = attn_metadata
         plan, pool, tokens = step.plan, self.pool(kv_cache), step.num_actual_tokens
         assert plan is not None

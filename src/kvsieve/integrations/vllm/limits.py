@@ -23,8 +23,8 @@ def refuse_what_vllm_lacks(settings: Settings, vllm_config: Any) -> None:
         )
     if cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise ConfigError(
-            f"--kv-cache-dtype: expected auto (K and V in the model's own dtype), received {cache.cache_dtype}; leave it "
-            "out"
+            f"--kv-cache-dtype: expected auto (K and V in the model's own dtype), received {cache.cache_dtype}; leave "
+            "it out"
         )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
@@ -60,8 +60,8 @@ def refuse_block_size(page_size: int, block_size: int) -> None:
     if block_size % page_size:
         fitting = [size for size in range(1, block_size + 1) if block_size % size == 0]
         raise ConfigError(
-            f"page_size {page_size} does not divide vLLM's blocks of {block_size} tokens: expected one of {fitting}, or "
-            f"--block-size {page_size * 32 // _common(page_size)}"
+            f"page_size {page_size} does not divide vLLM's blocks of {block_size} tokens: expected one of {fitting}, "
+            f"or --block-size {page_size * 32 // _common(page_size)}"
         )
 
 

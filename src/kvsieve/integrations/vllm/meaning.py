@@ -25,9 +25,7 @@ def announce(
     logger.info("%s", describe(engine, sparse, len(layers), state_rows, dtype))
 
 
-def describe(
-    engine: Engine, sparse: Mapping[str, SieveImpl], layers: int, state_rows: int, dtype: torch.dtype
-) -> str:
+def describe(engine: Engine, sparse: Mapping[str, SieveImpl], layers: int, state_rows: int, dtype: torch.dtype) -> str:
     """The line that :func:`announce` logs."""
     settings = engine.settings
     page = settings.page_size

@@ -56,9 +56,7 @@ class RequestRows:
             return None
         table = batch.blocks[decoding.places].to(torch.int64)
         lengths = decoding.lengths
-        newest, before = (
-            table.gather(1, ((lengths - back) // self.block_size)[:, None])[:, 0] for back in (1, 2)
-        )
+        newest, before = (table.gather(1, ((lengths - back) // self.block_size)[:, None])[:, 0] for back in (1, 2))
         rows = self._owner[before]
         self._owner[written] = NOBODY
         self._owner[before] = NOBODY
