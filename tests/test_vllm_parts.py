@@ -317,7 +317,7 @@ def test_state_follows_its_request(page_size: int, seed: int) -> None:
         if not scheduled:
             continue
         plan = StepPlan(batch, page_size, engine.BLOCK)
-        state = rows.step(batch, plan.decoding)
+        state = rows.step(batch, plan)
         if state is None or plan.decoding is None:
             continue
         written[state.entered] = 10**6  # fresh
@@ -352,7 +352,7 @@ def test_state_that_is_lost_starts_afresh() -> None:
             table,
             table[0, at // 4][None].long() * 4 + at % 4,
         )
-        state = rows.step(batch, StepPlan(batch, 4, 4).decoding)
+        state = rows.step(batch, StepPlan(batch, 4, 4))
         assert state is not None
         seen.append((int(state.first), len(state.entered)))
     places = [first for first, _ in seen]

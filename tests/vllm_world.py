@@ -129,15 +129,15 @@ def answer(result: Any) -> Answer:
     return Answer(list(output.token_ids), best)
 
 
-def same_but_near_ties(one: Answer, other: Answer) -> int:
+def same_but_near_ties(one: Answer, other: Answer, near: float = NEAR_TIE) -> int:
     """Check that two answers are equal, or part where both tokens are nearly as likely; returns how many are equal."""
     for place, (mine, yours) in enumerate(zip(one.tokens, other.tokens, strict=True)):
         for token, expected in one.best[place].items():
             if token in other.best[place]:
-                assert abs(other.best[place][token] - expected) <= 2 * NEAR_TIE, f"token {place}: log-probabilities"
+                assert abs(other.best[place][token] - expected) <= 2 * near, f"token {place}: log-probabilities"
         if mine != yours:
             gap = one.best[place][mine] - one.best[place].get(yours, float("-inf"))
-            assert gap <= NEAR_TIE, f"token {place}: {mine} or {yours}, apart by {gap:.3f} in log-probability"
+            assert gap <= near, f"token {place}: {mine} or {yours}, apart by {gap:.3f} in log-probability"
             return place
     return len(one.tokens)
 

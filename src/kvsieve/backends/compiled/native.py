@@ -34,7 +34,7 @@ class _Attention(ctypes.Structure):
 
 class _Crediting(ctypes.Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("batch", "heads", "listed", "page_size", "rows")),
+        *((name, c_int64) for name in ("batch", "heads", "listed", "page_size", "head_step", "row_step")),
         *(("table", c_void_p), ("table_batch", c_int64)),
         *(("pages", c_void_p), ("pages_batch", c_int64), ("pages_head", c_int64)),
         *((name, c_void_p) for name in ("counts", "lengths", "units", "factors", "increment", "mass", "sums")),
@@ -137,7 +137,8 @@ def add_mass(pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, 
     increment, stored, sums = increment.contiguous(), pool.state["mass"], pool.state.get("mass_sum")
     factors = (c_float * batch)(*(mass.rebase.get(place, 1.0) for place in range(batch))) if mass.rebase else None
     call = _Crediting(
-        *(batch, heads, listed, page_size, stored.shape[1], mass.table.data_ptr(), mass.table.stride(0)),
+        *(batch, heads, listed, page_size, stored.stride(0) // page_size, stored.stride(1) // page_size),
+        *(mass.table.data_ptr(), mass.table.stride(0)),
         *(pages.data_ptr(), pages.stride(0), pages.stride(1), selection.count.data_ptr()),
         *(rows.lengths_tensor.data_ptr(), mass.unit.data_ptr(), factors and ctypes.addressof(factors)),
         *(increment.data_ptr(), stored.data_ptr(), None if sums is None else sums.data_ptr()),
