@@ -35,6 +35,7 @@ TOKENS: dict[str, Any] = {
     "flow": "gqa_h2o_token_sparse_attention",
     "budget": {"topk": 20, "sink": 4, "recent": 9},
 }
+H2O: dict[str, Any] = {**QUEST, "flow": "h2o"}
 RAGGED = [
     tokens(*where) for where in ((0, 5), (100, 500), (7, 127), (50, 333), (500, 33), (900, 320), (40, 64), (3, 1))
 ]
@@ -90,7 +91,19 @@ def test_steps_are_the_references(models: dict[str, Path], architecture: str, se
         assert oracle.numbers.checked["state"] > 1000
 
 
-@pytest.mark.parametrize("settings", [QUEST, TOKENS], ids=["quest", "token state"])
+@pytest.mark.parametrize("flow", ["h2o", "tova", "snapkv"])
+def test_mass_is_the_references(models: dict[str, Path], flow: str) -> None:
+    """Seeded by prompts in chunks, fed by every step, under another order of requests and on reused blocks."""
+    options = {"max_num_batched_tokens": 200, "max_num_seqs": 4}
+    with serving(models["llama"], {**QUEST, "flow": flow}, **options) as llm:
+        oracle = engine().recorder = StepOracle([0, 2])
+        answers(llm, RAGGED, new=9)
+    assert oracle.requests == 2 * len(RAGGED) and oracle.steps == 2 * 8 * len(RAGGED)
+    assert oracle.numbers.checked["mass"] == 2 * 2 * oracle.steps
+    assert oracle.numbers.checked["score"] > 100
+
+
+@pytest.mark.parametrize("settings", [QUEST, TOKENS, H2O], ids=["quest", "token state", "mass"])
 def test_preemption(models: dict[str, Path], settings: dict[str, Any]) -> None:
     """A cache too small for all: what is preempted is computed anew, as a prompt, and its state starts afresh."""
     prompts = [tokens(40 * i, 86 + 3 * i) for i in range(5)]
@@ -141,7 +154,7 @@ def test_audit_and_counters(models: dict[str, Path]) -> None:
         ({**QUEST, "flow": "no_such_flow"}, {}, "no_such_flow"),
         ({**QUEST, "page_size": 5}, {}, "does not divide"),
         ({**QUEST, "skip_layers": [3]}, {}, "[3]"),
-        ({**QUEST, "flow": "h2o"}, {}, "attention mass"),
+        (H2O, {"enable_prefix_caching": True}, "--no-enable-prefix-caching"),
         (QUEST, {"kv_cache_dtype": "fp8"}, "kv-cache-dtype"),
     ],
 )

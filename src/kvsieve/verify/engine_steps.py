@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from kvsieve.backends.base import Selection
+from kvsieve.mass import FIELDS as MASS_FIELDS
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Quota
 from kvsieve.reference import ReferenceSegment
@@ -51,8 +52,10 @@ class StepOracle:
         selection: Selection,
         out: torch.Tensor,
         lse: torch.Tensor,
+        mass_scales: Sequence[float] | None,
     ) -> None:
-        """A layer's decode step: q, out [R, H, G, D], lse [R, H, G], scores [Rs, H, W].
+        """A layer's decode step: q, out [R, H, G, D], lse [R, H, G], scores [Rs, H, W]; ``mass_scales`` [R]: what stored
+        mass is multiplied by after it, if there is mass.
 
         Raises:
             Fault: something is wrong beyond rounding.
@@ -78,18 +81,36 @@ class StepOracle:
                     k[head, -1],
                     v[head, -1],
                     _fields(pool.summaries, head, pages[: length // pool.page_size]),
-                    _fields(pool.state, head, states),
+                    _fields({name: f for name, f in pool.state.items() if name not in MASS_FIELDS}, head, states),
                     StepResult(out[row, head], lse[row, head], listed, found),
                 )
                 self._check_storage(pool, twin, head, pages, states)
+                if twin.mass and mass_scales is not None and states is not None:
+                    stored = {name: pool.state[name][head, states] for name in MASS_FIELDS}
+                    twin.mass.check(self.numbers, twin.place, stored, mass_scales[row])
             after.append(request)
             self.steps += 1
         self._known[impl.index] = known + after
 
-    def _find(self, known: list[KnownRequest], k: torch.Tensor) -> KnownRequest | None:
-        """The request that holds all tokens but the newest; it is taken from the list."""
+    def prompt(self, impl: Any, pool: LayerPool, pages: torch.Tensor, length: int, q: torch.Tensor) -> None:
+        """Prompt queries [n, H, G, D] of one request, the last of its ``length`` tokens, which lie in ``pages``."""
+        if impl.index not in self.layers:
+            return
+        known = self._known[impl.index]
+        k, v = (field[:, pages].flatten(1, 2)[:, :length].clone() for field in (pool.k, pool.v))
+        past = length - len(q)
+        request = None if not past else self._find(known, k, len(q))
+        if request is None:
+            request = self._new(impl, pool, pages, k[:, : past + 1], v[:, : past + 1])
+        for head, twin in enumerate(request.twins):
+            twin.write(k[head, past:], v[head, past:], q[:, head])
+        request.k, request.v = k, v
+        known.append(request)
+
+    def _find(self, known: list[KnownRequest], k: torch.Tensor, new: int = 1) -> KnownRequest | None:
+        """The request that holds all tokens but the newest ones; it is taken from the list."""
         for place, request in enumerate(known):
-            if request.k.shape[1] == k.shape[1] - 1 and torch.equal(request.k, k[:, :-1]):
+            if request.k.shape[1] == k.shape[1] - new and torch.equal(request.k, k[:, :-new]):
                 return known.pop(place)
         return None
 
@@ -126,7 +147,8 @@ class StepOracle:
         if length % pool.page_size == 0:
             twin.check_summary(self.numbers, length // pool.page_size - 1, stored[-1])
         twin.check_summaries(stored)
-        twin.check_state(self.numbers, _fields(pool.state, head, states))
+        own = {name: field for name, field in pool.state.items() if name not in MASS_FIELDS}
+        twin.check_state(self.numbers, _fields(own, head, states))
 
 
 def _fields(

@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, CPUAttenti
 from kvsieve.integrations.vllm.engine import Engine, engine_for
 from kvsieve.integrations.vllm.layer import SieveImpl, layer_index
 from kvsieve.integrations.vllm.limits import refuse_block_size, refuse_layer
+from kvsieve.integrations.vllm.mass import MassClock, StepMass
 from kvsieve.integrations.vllm.meaning import announce, logger
 from kvsieve.integrations.vllm.plan import Batch, StepPlan
 from kvsieve.integrations.vllm.prefill import KernelOptions, Prefill
@@ -23,11 +24,13 @@ from kvsieve.integrations.vllm.tally import Tally
 
 @dataclass
 class SieveMetadata(CPUAttentionMetadata):
-    """vLLM's metadata with the step's plan, its dense rows, and the layer that is audited in this step, if any."""
+    """vLLM's metadata with the step's plan, its dense rows, the layer that is audited in this step, if any, and what
+    the step does to attention mass."""
 
     plan: StepPlan | None = None
     prefill: Prefill | None = None
     audited: str | None = None
+    mass: StepMass | None = None
 
 
 class SieveBuilder(CPUAttentionMetadataBuilder):
@@ -43,6 +46,7 @@ class SieveBuilder(CPUAttentionMetadataBuilder):
         self.sparse = {name: impl for name, impl in self.sparse.items() if impl.is_sparse(name)}
         self.dense = len(self.sparse) < len(layer_names)
         self.requests: RequestRows | None = None
+        self.clock: MassClock | None = None
         self.tally: Tally | None = None
         if self.engine is not None and self.sparse:
             self._start(self.engine, layers, vllm_config, device)
@@ -55,8 +59,12 @@ class SieveBuilder(CPUAttentionMetadataBuilder):
         if engine.stateful:
             concurrent = vllm_config.scheduler_config.max_num_seqs * vllm_config.parallel_config.pipeline_parallel_size
             pages = -(-vllm_config.model_config.max_model_len // page_size)
-            self.requests = RequestRows(concurrent, pages, page_size, self.block_size)
+            mass = engine.settings.flow.mass
+            seeded = mass is not None and mass.seed != "none"
+            self.requests = RequestRows(concurrent, pages, page_size, self.block_size, seeded)
             rows = self.requests.total
+            if mass is not None:
+                self.clock = MassClock(mass, self.requests.rows, page_size, self.block_size)
         for name, impl in self.sparse.items():
             refuse_layer(name, layers[name])
             impl.prepare(layer_index(name), rows, device)
@@ -72,9 +80,7 @@ class SieveBuilder(CPUAttentionMetadataBuilder):
         batch = batch_of(common_attn_metadata)
         plan = metadata.plan = StepPlan(batch, self.engine.settings.page_size, self.block_size)
         if self.requests is not None:
-            state = self.requests.step(batch, plan.decoding)
-            if state is not None and plan.decoding is not None:
-                plan.decoding.state, plan.entered = state.first, state.entered
+            self._follow(self.requests, batch, metadata)
         if plan.prefilling is not None:
             options = KernelOptions(
                 self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, self.dtype, self.isa
@@ -86,6 +92,20 @@ class SieveBuilder(CPUAttentionMetadataBuilder):
             if self.engine.counters.sparse_steps == 1:
                 logger.info("kvsieve: the first sparse step; from now on longer requests attend a selection")
         return metadata
+
+    def _follow(self, requests: RequestRows, batch: Batch, metadata: SieveMetadata) -> None:
+        """Give the step's requests their state, and their mass its decay."""
+        plan = metadata.plan
+        assert plan is not None
+        state = requests.step(batch, plan)
+        if state is None:
+            return
+        plan.entered = state.entered
+        if self.clock is not None:
+            metadata.mass = self.clock.step(batch, plan, state)
+        if plan.decoding is not None:
+            plan.decoding.state = state.first[: len(plan.decoding.places)]
+            plan.decoding.mass_scale = metadata.mass.scale if metadata.mass else None
 
     def _metadata(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool) -> SieveMetadata:
         """vLLM's part; its schedule of dense attention only if some layer needs it."""

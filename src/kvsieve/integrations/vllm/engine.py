@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,8 +34,13 @@ class Recorder(Protocol):
         selection: Selection,
         out: torch.Tensor,
         lse: torch.Tensor,
+        mass_scales: Sequence[float] | None,
     ) -> None:
-        """A layer's decode step: q, out [R, H, G, D], lse [R, H, G], scores [Rs, H, W]."""
+        """A layer's decode step: q, out [R, H, G, D], lse [R, H, G], scores [Rs, H, W]; ``mass_scales`` [R]: what stored
+        mass is multiplied by after it, if there is mass."""
+
+    def prompt(self, impl: Any, pool: CachePool, pages: torch.Tensor, length: int, q: torch.Tensor) -> None:
+        """Prompt queries [n, H, G, D] that seed mass, the last of a request's ``length`` tokens in ``pages``."""
 
 
 class Engine:
@@ -52,7 +58,7 @@ class Engine:
     @property
     def stateful(self) -> bool:
         """Whether the flow keeps state of requests."""
-        return self.settings.flow.init_state is not None
+        return self.settings.flow.init_state is not None or self.settings.flow.mass is not None
 
     def flow_for(
         self, layer: int, head_dim: int, group: int, scale: float, device: torch.device

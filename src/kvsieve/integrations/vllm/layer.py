@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from kvsieve.call import DENSE
 from kvsieve.errors import ConfigError
 from kvsieve.integrations.vllm.cache import CachePool
 from kvsieve.integrations.vllm.engine import Engine, engine_for
+from kvsieve.integrations.vllm.mass import Prompt, StepMass
 from kvsieve.integrations.vllm.plan import Decoding
 from kvsieve.integrations.vllm.prefill import Scratch
 from kvsieve.integrations.vllm.tally import LayerKind
@@ -36,6 +38,7 @@ class SieveImpl(CPUAttentionBackendImpl):
         assert engine is not None, "the backend asks for this class only with settings"
         self.engine: Engine = engine
         self._pool: CachePool | None = None
+        self._kept: dict[int, torch.Tensor] = {}  # by row: the last prompt queries, where a window of them may count
 
     def is_sparse(self, name: str) -> bool:
         """Whether the flow decides what this layer's decode steps attend."""
@@ -111,15 +114,19 @@ class SieveImpl(CPUAttentionBackendImpl):
             self.engine.backend.summarize(self.flow, pool, plan.filled)
         if plan.entered is not None:
             pool.enter(plan.entered)
+        if step.mass is not None:
+            self._count_prompts(pool, step.mass, q.unflatten(1, (self.num_kv_heads, -1)))
         if step.prefill is not None:
             _put(out, step.prefill.tokens, step.prefill.attend(self, pool, SCRATCH, q, k, v))
         if plan.decoding is not None:
             rows = plan.decoding.tokens
             asked = (q if rows is None else q[rows]).unflatten(1, (self.num_kv_heads, -1))
-            _put(out, rows, self._decode(pool, plan.decoding, asked, step.audited == layer.layer_name))
+            _put(out, rows, self._decode(pool, plan.decoding, asked, step.mass, step.audited == layer.layer_name))
         return output
 
-    def _decode(self, pool: CachePool, rows: Decoding, q: torch.Tensor, audited: bool) -> torch.Tensor:
+    def _decode(
+        self, pool: CachePool, rows: Decoding, q: torch.Tensor, mass: StepMass | None, audited: bool
+    ) -> torch.Tensor:
         """q [R, H, G, D] -> [R, Hq, D]."""
         backend = self.engine.backend
         quota = rows.quota(self.budget, self.graphs.score is not None, bool(self.graphs.state_writes))
@@ -128,22 +135,54 @@ class SieveImpl(CPUAttentionBackendImpl):
             places = quota.window.requests
             scores = backend.score(self.flow, q if len(places) == len(q) else q[places], pool, quota.window)
         selection = backend.select(scores, quota, pool.num_kv_heads)
-        sinks = None if self.sinks is None else self.sinks.reshape(self.num_kv_heads, -1)
-        options = AttentionOptions(self.scale, self.logits_soft_cap or None, sinks)
-        out, lse, _ = backend.attend(q, pool, rows.rows, selection, options)
+        wanted = self.engine.settings.flow.mass
+        options = replace(self._options(), mass=wanted if wanted and wanted.update == "steps" else None)
+        out, lse, increment = backend.attend(q, pool, rows.rows, selection, options)
+        if increment is not None and mass is not None and mass.rows is not None:
+            backend.add_mass(pool, rows.rows, mass.rows, selection, increment)
         if audited:
-            self._audit(pool, rows, q, options, lse)
+            self._audit(pool, rows, q, lse)
         if self.engine.recorder is not None:
-            self.engine.recorder.step(self, pool, rows, quota, q, scores, selection, out, lse)
+            scales = None if mass is None else mass.scales_after()
+            self.engine.recorder.step(self, pool, rows, quota, q, scores, selection, out, lse, scales)
         return out.flatten(1, 2)
 
-    def _audit(
-        self, pool: CachePool, rows: Decoding, q: torch.Tensor, options: AttentionOptions, lse: torch.Tensor
-    ) -> None:
+    def _options(self) -> AttentionOptions:
+        sinks = None if self.sinks is None else self.sinks.reshape(self.num_kv_heads, -1)
+        return AttentionOptions(self.scale, self.logits_soft_cap or None, sinks)
+
+    def _count_prompts(self, pool: CachePool, mass: StepMass, q: torch.Tensor) -> None:
+        """Count or keep the prompt queries of q [T, H, G, D], and count kept ones where decoding begins."""
+        wanted = self.engine.settings.flow.mass
+        assert wanted is not None
+        for prompt in mass.committed:
+            self._count_queries(pool, prompt, self._kept.pop(prompt.row))
+        for prompt in mass.prompts:
+            asked = q[prompt.tokens]
+            if self.engine.recorder is not None:
+                self.engine.recorder.prompt(self, pool, prompt.pages, prompt.length, asked)
+            if prompt.update is not None:
+                self._count_queries(pool, prompt, asked)
+            elif wanted.window is not None:
+                earlier = [] if prompt.fresh else [self._kept[prompt.row]]
+                self._kept[prompt.row] = torch.cat([*earlier, asked])[-wanted.window :].clone()
+
+    def _count_queries(self, pool: CachePool, prompt: Prompt, q: torch.Tensor) -> None:
+        """Add the attention of consecutive prompt queries [n, H, G, D] to their request's mass."""
+        update, pages = prompt.update, len(prompt.pages)
+        assert update is not None
+        if update.rebase is not None:
+            pool.rebase_mass(prompt.rows, update.rebase)
+        options = replace(self._options(), mass=self.engine.settings.flow.mass)
+        sums = self.engine.backend.prompt_mass(q, pool, prompt.pages, update.first, options)
+        padded = torch.nn.functional.pad(sums * update.unit, (0, pages * pool.page_size - sums.shape[1]))
+        pool.add_mass(prompt.rows.expand(len(sums), -1), padded.unflatten(1, (pages, pool.page_size)))
+
+    def _audit(self, pool: CachePool, rows: Decoding, q: torch.Tensor, lse: torch.Tensor) -> None:
         """What share of the exact attention the selection held, on average over rows that left pages out."""
         everything = rows.quota(DENSE, False, False)
         pages = self.engine.backend.select(None, everything, pool.num_kv_heads)
-        exact = self.engine.backend.attend(q, pool, rows.rows, pages, options)[1]
+        exact = self.engine.backend.attend(q, pool, rows.rows, pages, self._options())[1]
         quota = rows.quota(self.budget, self.graphs.score is not None, bool(self.graphs.state_writes))
         held = torch.exp(lse - exact)[quota.pages > quota.count]
         self.engine.counters.add(audits=1, captured=float(held.mean()))

@@ -16,10 +16,10 @@ def refuse_what_vllm_lacks(settings: Settings, vllm_config: Any) -> None:
         ConfigError: with expected, received and the remedy.
     """
     flow, cache, parallel = settings.flow, vllm_config.cache_config, vllm_config.parallel_config
-    if flow.mass is not None:
+    if flow.mass is not None and flow.mass.seed != "none" and cache.enable_prefix_caching:
         raise ConfigError(
-            f"flow {flow_name(flow)}: attention mass is not kept inside vLLM; expected a flow of summaries or of state "
-            "that its own score returns, such as gqa_quest_sparse_attention or gqa_h2o_token_sparse_attention"
+            f"flow {flow_name(flow)} seeds its attention mass by the prompt's queries, and vLLM skips those of a cached "
+            "prefix: expected prefix caching to be off, received on; add --no-enable-prefix-caching"
         )
     if cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise ConfigError(
@@ -32,7 +32,7 @@ def refuse_what_vllm_lacks(settings: Settings, vllm_config: Any) -> None:
                 f"{name}: expected 1 (a request's pages on one worker), received {getattr(parallel, name)}; use tensor "
                 "parallelism"
             )
-    if flow.init_state is not None and vllm_config.speculative_config is not None:
+    if (flow.init_state is not None or flow.mass is not None) and vllm_config.speculative_config is not None:
         raise ConfigError(
             f"flow {flow_name(flow)} keeps state, which rejected draft tokens would have changed: expected no "
             "speculative_config, received one; use a flow of summaries only"

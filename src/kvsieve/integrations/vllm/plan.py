@@ -31,7 +31,7 @@ class Decoding:
 
     ``places`` [R]: their places in the batch. ``tokens`` [R]: their places in the flat token axis, None if that is all
     of it, in order. ``table`` [R, S]: physical pages. ``state`` [R]: the state row of each one's first page, if the
-    flow has state.
+    flow has state. ``mass_scale`` [R, 1]: what its stored mass is multiplied by, if it has mass.
     """
 
     def __init__(self, batch: Batch, places: torch.Tensor, page_size: int, block_size: int) -> None:
@@ -41,8 +41,9 @@ class Decoding:
         self.lengths = (batch.lengths if everything else batch.lengths[places]).to(torch.int64)
         self.pages = (self.lengths + page_size - 1) // page_size
         self.table = self._physical_pages(batch.blocks, everything, block_size // page_size)
-        self.rows = Rows((), (), (), self.table, self.lengths)
+        self.rows = Rows((), (), tuple(self.lengths.tolist()), self.table, self.lengths)
         self.state: torch.Tensor | None = None
+        self.mass_scale: torch.Tensor | None = None
         self._quotas: dict[tuple[Budget, bool, bool], Quota] = {}
 
     def _physical_pages(self, blocks: torch.Tensor, everything: bool, share: int) -> torch.Tensor:
@@ -91,6 +92,7 @@ class Decoding:
             topk=topk,
             max_topk=int(topk.max()),
             total_pages=int(widths.sum()),
+            mass_scale=None if self.mass_scale is None else self.mass_scale[requests],
         )
 
     def _state_rows(self, first: torch.Tensor) -> torch.Tensor:
