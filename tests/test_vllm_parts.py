@@ -14,7 +14,7 @@ from kvsieve.backends.base import AttentionOptions
 from kvsieve.errors import KvsieveError
 from kvsieve.flow import load_flow
 from kvsieve.graph import Geometry, trace_flow
-from kvsieve.integrations.vllm.cache import CachePool
+from kvsieve.integrations.vllm.cache import CachePool, PagePool, token_major_pages
 from kvsieve.integrations.vllm.config import parse, settings_from
 from kvsieve.integrations.vllm.counters import Counters
 from kvsieve.integrations.vllm.doctor import metrics
@@ -170,10 +170,15 @@ def _check_quota(
 
 
 @pytest.mark.parametrize(
-    ("backend", "group", "width", "page_size"),
-    [("eager", 3, 20, 5), ("eager", 7, 80, 1), ("eager", 1, 64, 16), ("compiled", 3, 20, 5)],
+    ("backend", "group", "width", "page_size", "tokens_first"),
+    [
+        *(("eager", 3, 20, 5, False), ("eager", 7, 80, 1, False), ("compiled", 3, 20, 5, False)),
+        *(("eager", 3, 20, 5, True), ("eager", 7, 80, 1, True), ("eager", 1, 64, 16, True)),
+    ],
 )
-def test_pages_of_the_cache_are_a_pool(backend: str, group: int, width: int, page_size: int) -> None:
+def test_pages_of_the_cache_are_a_pool(
+    backend: str, group: int, width: int, page_size: int, tokens_first: bool
+) -> None:
     """The same tokens in a dense pool and in vLLM's blocks: the same summaries, scores, selection and output."""
     heads, share, batch, length = 2, 2, 2, 9 * page_size + 1
     draw = torch.Generator().manual_seed(1)
@@ -182,8 +187,13 @@ def test_pages_of_the_cache_are_a_pool(backend: str, group: int, width: int, pag
     runner = get_backend(backend)
     prepared = runner.prepare(graphs, torch.device("cpu"))
     blocks = torch.tensor([[3, 9, 1, 6, 2], [4, 10, 8, 5, 7]], dtype=torch.int32)
-    cache = torch.full((11, heads, share * page_size, 2 * width), float("nan"), dtype=torch.bfloat16)
-    mine = CachePool(cache, page_size, graphs.summary_fields, {}, 0)
+    nothing = float("nan")
+    if tokens_first:
+        cache = torch.full((11, share * page_size, heads, 2 * width), nothing, dtype=torch.bfloat16).transpose(1, 2)
+        mine = PagePool(*token_major_pages(cache, page_size), graphs.summary_fields, {}, 0)
+    else:
+        cache = torch.full((11, heads, share * page_size, 2 * width), nothing, dtype=torch.bfloat16)
+        mine = CachePool(cache, page_size, graphs.summary_fields, {}, 0)
     dense = LayerPool(heads, page_size, width, width, cache.dtype, cache.device, graphs.summary_fields, {})
     dense.reserve(11 * share, 0)
     decoding = _decoding(blocks, length, page_size, share * page_size)
@@ -191,10 +201,16 @@ def test_pages_of_the_cache_are_a_pool(backend: str, group: int, width: int, pag
     tables = decoding.table.repeat_interleave(length, 0)
     pages, offsets = tables[torch.arange(len(places)), places // page_size], places % page_size
     k, v = (torch.randn(batch * length, heads, width, generator=draw).to(cache.dtype) for _ in range(2))
-    mine.store(pages * page_size + offsets, k, v)
+    slots = pages * page_size + offsets
     dense.write(pages, offsets, k, v)
-    stored = mine.tokens_at(pages * page_size + offsets)
-    assert torch.equal(stored[0], k) and torch.equal(stored[1], v)
+    if isinstance(mine, CachePool):
+        more = torch.full((2,), -1)
+        mine.store(torch.cat([slots, more]), torch.cat([k, k[:2]]), torch.cat([v, v[:2]]))
+        stored = mine.tokens_at(slots)
+        assert torch.equal(stored[0], k) and torch.equal(stored[1], v)
+    else:
+        size = share * page_size
+        cache[slots // size, :, slots % size] = torch.cat([k, v], -1)
     q = torch.randn(batch, heads, group, width, generator=draw).to(cache.dtype)
     quota = decoding.quota(budget, True, False)
     results = []
@@ -207,6 +223,7 @@ def test_pages_of_the_cache_are_a_pool(backend: str, group: int, width: int, pag
         results.append((scores, selection.pages, out, lse))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other) and not one.isnan().any()
+    assert int((~mine.k.isnan()).sum()) == len(slots) * heads * width, "the padding went somewhere"
 
 
 def _decoding(blocks: torch.Tensor, length: int, page_size: int, block_size: int) -> Decoding:
