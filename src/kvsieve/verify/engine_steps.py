@@ -54,8 +54,9 @@ class StepOracle:
         lse: torch.Tensor,
         mass_scales: Sequence[float] | None,
     ) -> None:
-        """A layer's decode step: q, out [R, H, G, D], lse [R, H, G], scores [Rs, H, W]; ``mass_scales`` [R]: what stored
-        mass is multiplied by after it, if there is mass.
+        """A layer's decode step: q, out [R, H, G, D], lse [R, H, G], scores [Rs, H, W].
+
+        ``mass_scales`` [R]: what stored mass is multiplied by after it, if there is mass.
 
         Raises:
             Fault: something is wrong beyond rounding.

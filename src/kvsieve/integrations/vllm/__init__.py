@@ -10,7 +10,7 @@ BACKEND = "kvsieve.integrations.vllm.backend.SieveBackend"
 
 
 def register() -> None:
-    """Put the backend in place of vLLM's CPU attention; may be called more than once. Other platforms stay as they are."""
+    """Put the backend in place of vLLM's CPU attention; may be called more than once. Other platforms stay as is."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)

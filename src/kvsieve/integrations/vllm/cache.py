@@ -65,8 +65,10 @@ class CachePool(PagePool):
         super().__init__(k, v, summary_fields, state_fields, state_rows)
 
     def store(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store tokens k, v [T or more, H, D] at vLLM's slots [T] (``block * block_size + offset``). Padding, whose slot
-        is -1, comes last and is stored nowhere."""
+        """Store tokens k, v [T or more, H, D] at vLLM's slots [T] (``block * block_size + offset``).
+
+        Padding, whose slot is -1, comes last and is stored nowhere.
+        """
         if len(slots) and int(slots[-1]) < 0:
             slots = slots[slots >= 0]
         if len(slots) != len(k):
@@ -81,9 +83,11 @@ class CachePool(PagePool):
 
 
 def token_major_pages(cache: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``k``, ``v`` [H, pages, p, D] of a cache ``[blocks, H, block_size, 2 * D]`` in which K and V of a token and head lie
-    side by side, tokens outermost in a block: how vLLM stores them for its CUDA kernels. Views: nothing is copied."""
-    blocks, heads, block_size, width = cache.shape
+    """``k``, ``v`` [H, pages, p, D] of a cache ``[blocks, H, block_size, 2 * D]``, as views.
+
+    In it K and V of a token and head lie side by side, tokens outermost in a block: vLLM's way for its CUDA kernels.
+    """
+    _, heads, block_size, width = cache.shape
     pages = cache.unflatten(2, (block_size // page_size, page_size)).permute(1, 0, 2, 3, 4)
     k, v = pages.reshape(heads, -1, page_size, width).split(width // 2, -1)
     if k.data_ptr() != cache.data_ptr():

@@ -20,9 +20,9 @@ KEY = "kvsieve"
 class Settings:
     """What the user asked for.
 
-    ``budget``: pages attended per decode step; ``layer_budgets``: where a layer has its own. ``skip_layers`` stay dense.
-    ``audit_every``: every so many sparse steps one layer also attends everything, to see what attention the selection
-    captured; 0: never.
+    ``budget``: pages attended per decode step; ``layer_budgets``: where a layer has its own. ``skip_layers`` stay
+    dense. ``audit_every``: every so many sparse steps one layer also attends everything, to see what attention the
+    selection captured; 0: never.
     """
 
     flow: Flow

@@ -36,8 +36,10 @@ class Recorder(Protocol):
         lse: torch.Tensor,
         mass_scales: Sequence[float] | None,
     ) -> None:
-        """A layer's decode step: q, out [R, H, G, D], lse [R, H, G], scores [Rs, H, W]; ``mass_scales`` [R]: what stored
-        mass is multiplied by after it, if there is mass."""
+        """A layer's decode step: q, out [R, H, G, D], lse [R, H, G], scores [Rs, H, W].
+
+        ``mass_scales`` [R]: what stored mass is multiplied by after it, if there is mass.
+        """
 
     def prompt(self, impl: Any, pool: CachePool, pages: torch.Tensor, length: int, q: torch.Tensor) -> None:
         """Prompt queries [n, H, G, D] that seed mass, the last of a request's ``length`` tokens in ``pages``."""

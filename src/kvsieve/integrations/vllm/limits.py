@@ -18,8 +18,8 @@ def refuse_what_vllm_lacks(settings: Settings, vllm_config: Any) -> None:
     flow, cache, parallel = settings.flow, vllm_config.cache_config, vllm_config.parallel_config
     if flow.mass is not None and flow.mass.seed != "none" and cache.enable_prefix_caching:
         raise ConfigError(
-            f"flow {flow_name(flow)} seeds its attention mass by the prompt's queries, and vLLM skips those of a cached "
-            "prefix: expected prefix caching to be off, received on; add --no-enable-prefix-caching"
+            f"flow {flow_name(flow)} seeds its attention mass by the prompt's queries, and vLLM skips those of a "
+            "cached prefix: expected prefix caching to be off, received on; add --no-enable-prefix-caching"
         )
     if cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise ConfigError(

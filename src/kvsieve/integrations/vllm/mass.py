@@ -20,9 +20,9 @@ from kvsieve.plan import MassRows
 class Prompt:
     """Prompt queries of one request.
 
-    ``tokens``: their places in the flat token axis. ``row``: the request's. ``fresh``: it has just begun. ``length``: its tokens,
-    these included. ``pages``, ``rows`` [S]: its physical pages and state rows. ``update``: what the queries do to its mass; None where they are
-    kept, as the last of a prompt may count later.
+    ``tokens``: their places in the flat token axis. ``row``: the request's. ``fresh``: it has just begun. ``length``:
+    its tokens, these included. ``pages``, ``rows`` [S]: its physical pages and state rows. ``update``: what the queries
+    do to its mass; None where they are kept, as the last of a prompt may count later.
     """
 
     tokens: slice
@@ -36,9 +36,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class StepMass:
-    """What a step does to mass: ``prompts`` of this step; kept queries of requests that begin to decode
-    (``committed``); decoding rows' ``scale`` [R, 1] for scores, and how their own attention is added (``rows``), if it
-    ``counts``."""
+    """What a step does to mass.
+
+    ``prompts`` of this step; ``committed``: kept queries of requests that begin to decode. Of the decoding requests:
+    ``scale`` [R, 1] of stored mass for scores, and how their own attention is added (``rows``), if it ``counts``.
+    """
 
     prompts: list[Prompt]
     committed: list[Prompt]

@@ -47,9 +47,7 @@ class RequestRows:
     ``prompts``: whether requests have a row from their first prompt token on, or from their first decode step.
     """
 
-    def __init__(
-        self, requests: int, max_pages: int, page_size: int, block_size: int, prompts: bool = False
-    ) -> None:
+    def __init__(self, requests: int, max_pages: int, page_size: int, block_size: int, prompts: bool = False) -> None:
         self.rows, self.max_pages = 2 * requests, max_pages
         self.page_size, self.block_size, self.prompts = page_size, block_size, prompts
         self._owner = torch.zeros(0, dtype=torch.int64)  # by block: the row of the request that wrote its newest token
