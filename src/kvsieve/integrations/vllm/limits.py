@@ -37,6 +37,11 @@ def refuse_what_vllm_lacks(settings: Settings, vllm_config: Any) -> None:
             f"flow {flow_name(flow)} keeps state, which rejected draft tokens would have changed: expected no "
             "speculative_config, received one; use a flow of summaries only"
         )
+    if vllm_config.kv_transfer_config is not None:
+        raise ConfigError(
+            "kvsieve: expected no kv_transfer_config, received one: blocks that a connector brings in are written behind "
+            "the plug-in, which would not summarize their pages"
+        )
     layers = layer_count(vllm_config)
     beyond = sorted(layer for layer in {*settings.skip_layers, *settings.layer_budgets} if layer >= layers)
     if beyond:
