@@ -7,6 +7,7 @@ import json
 import random
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from kvsieve.integrations.vllm.cache import CachePool, PagePool, token_major_pag
 from kvsieve.integrations.vllm.config import parse, settings_from
 from kvsieve.integrations.vllm.counters import Counters
 from kvsieve.integrations.vllm.doctor import metrics
-from kvsieve.integrations.vllm.limits import refuse_block_size
+from kvsieve.integrations.vllm.limits import refuse_block_size, refuse_layer, refuse_what_vllm_lacks
 from kvsieve.integrations.vllm.plan import Batch, Decoding, StepPlan
 from kvsieve.integrations.vllm.requests import RequestRows
 from kvsieve.integrations.vllm.tally import LayerKind, Tally
@@ -452,3 +453,54 @@ def test_doctor_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None
     assert run(["doctor", "--json", "--url", "http://127.0.0.1:9"]) == 1
     findings = {one["what"]: one["good"] for one in json.loads(capsys.readouterr().out)}
     assert findings["vLLM"] == present and not findings["sparse decode at http://127.0.0.1:9"]
+
+
+def vllm_config(**changes: Any) -> Any:
+    """The part of vLLM's configuration that is looked at."""
+    groups: dict[str, dict[str, Any]] = {
+        "cache_config": {"cache_dtype": "auto", "enable_prefix_caching": True},
+        "parallel_config": {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1},
+    }
+    for group in groups.values():
+        group.update({name: changes.pop(name) for name in list(changes) if name in group})
+    plain = {"speculative_config": None, "kv_transfer_config": None, **changes}
+    text = SimpleNamespace(num_hidden_layers=4)
+    made = {name: SimpleNamespace(**group) for name, group in groups.items()}
+    return SimpleNamespace(**made, **plain, model_config=SimpleNamespace(hf_text_config=text))
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "words"),
+    [
+        ({"flow": "h2o"}, {}, "--no-enable-prefix-caching"),
+        ({}, {"cache_dtype": "fp8"}, "--kv-cache-dtype"),
+        ({}, {"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
+        ({}, {"kv_transfer_config": object()}, "kv_transfer_config"),
+        ({"skip_layers": [1, 4]}, {}, "[4]"),
+        ({"layer_budgets": {"7": {"topk": 1}}}, {}, "[7]"),
+        ({"flow": "h2o"}, {"speculative_config": object(), "enable_prefix_caching": False}, "speculative_config"),
+        (
+            {"flow": "h2o_token_sparse_attention"},
+            {"speculative_config": object()},
+            "speculative_config",
+        ),
+    ],
+)
+def test_what_vllm_lacks_is_refused(settings: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+    refuse_what_vllm_lacks(parse(GOOD), vllm_config())
+    with pytest.raises(ConfigError) as caught:
+        refuse_what_vllm_lacks(parse({**GOOD, **settings}), vllm_config(**changes))
+    assert words in str(caught.value)
+
+
+def test_layers_that_need_more_are_refused() -> None:
+    impl = SimpleNamespace(alibi_slopes=None, kv_sharing_target_layer_name=None)
+    refuse_layer("layers.0", SimpleNamespace(impl=impl, head_size=64, head_size_v=64))
+    for changes, width, words in (
+        ({"alibi_slopes": [1.0]}, 64, "ALiBi"),
+        ({"kv_sharing_target_layer_name": "layers.3"}, 64, "layers.3"),
+        ({}, 32, "another width"),
+    ):
+        layer = SimpleNamespace(impl=SimpleNamespace(**{**vars(impl), **changes}), head_size=64, head_size_v=width)
+        with pytest.raises(ConfigError, match=words):
+            refuse_layer("layers.0", layer)
