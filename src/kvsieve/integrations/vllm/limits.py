@@ -39,8 +39,8 @@ def refuse_what_vllm_lacks(settings: Settings, vllm_config: Any) -> None:
         )
     if vllm_config.kv_transfer_config is not None:
         raise ConfigError(
-            "kvsieve: expected no kv_transfer_config, received one: blocks that a connector brings in are written behind "
-            "the plug-in, which would not summarize their pages"
+            "kvsieve: expected no kv_transfer_config, received one: blocks that a connector brings in are written "
+            "behind the plug-in, which would not summarize their pages"
         )
     layers = layer_count(vllm_config)
     beyond = sorted(layer for layer in {*settings.skip_layers, *settings.layer_budgets} if layer >= layers)
