@@ -7,10 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvsieve.errors import KvsieveError
-from kvsieve.integrations.vllm.layer import SieveImpl
-from kvsieve.verify.engine_steps import StepOracle
-from kvsieve.verify.unselected import UnselectedNaN
 from vllm_world import (
     ARCHITECTURES,
     Answer,
@@ -24,6 +20,13 @@ from vllm_world import (
     tokens,
     write_model,
 )
+
+# isort: split
+# What needs vLLM comes behind the module that skips without it.
+from kvsieve.errors import KvsieveError
+from kvsieve.integrations.vllm.layer import SieveImpl
+from kvsieve.verify.engine_steps import StepOracle
+from kvsieve.verify.unselected import UnselectedNaN
 
 QUEST: dict[str, Any] = {
     "flow": "gqa_quest_sparse_attention",

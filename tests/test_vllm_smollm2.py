@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_world import Answer, answers, engine, same_but_near_ties, serving
+
+# isort: split
+# What needs vLLM comes behind the module that skips without it.
 from kvsieve import Budget, SparseCache
 from kvsieve.cache import cache_dir
 from kvsieve.smollm2 import fetch_smollm2
-from vllm_world import Answer, answers, engine, same_but_near_ties, serving
 
 FLOW = "gqa_quest_sparse_attention"
 BUDGET = {"topk": 1, "sink": 1, "recent": 2, "ratio": 0.25}
