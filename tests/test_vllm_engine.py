@@ -63,6 +63,18 @@ def test_stock_answers_under_budget(models: dict[str, Path], architecture: str) 
     assert counted["dense_rows"] == (0 if architecture == "mistral_sliding" else 8 * 23)
 
 
+def test_stock_answers_of_chunks_and_cached_prefixes(models: dict[str, Path]) -> None:
+    """Prompts in chunks beside requests that decode; then once more, on cached prefixes."""
+    options = {"enable_prefix_caching": True, "max_num_batched_tokens": 100, "max_num_seqs": 4}
+    with serving(models["llama"], **options) as llm:
+        stock = [answers(llm, RAGGED) for _ in range(2)]
+    with serving(models["llama"], AMPLE, **options) as llm:
+        mine = [answers(llm, RAGGED) for _ in range(2)]
+    pairs = [pair for both in zip(stock, mine, strict=True) for pair in zip(*both, strict=True)]
+    equal = sum(same_but_near_ties(one, other) for one, other in pairs)
+    assert equal >= 0.8 * sum(len(one.tokens) for one, _ in pairs)
+
+
 def test_nothing_changes_without_settings_and_in_skipped_layers(models: dict[str, Path]) -> None:
     with serving(models["llama"]) as llm:
         stock = answers(llm, RAGGED)
