@@ -33,6 +33,7 @@ class Prefill:
 
     def __init__(self, batch: Batch, places: torch.Tensor, options: KernelOptions) -> None:
         from vllm import _custom_ops as ops
+        from vllm import envs
 
         size = options.block_size
         counts = (batch.starts[1:] - batch.starts[:-1])[places].to(torch.int64)
@@ -63,7 +64,7 @@ class Prefill:
             causal=True,
             sliding_window_size=-1,
             isa=options.isa,
-            enable_kv_split=True,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
         )
 
     def attend(
