@@ -1,23 +1,26 @@
 # make demo    a sparse-attention flow continues a real text on a real model, beside dense attention
 # make test    the test suite without the slow tests        make test-slow    the slow ones
 # make lint    ruff and mypy                                make model        fetch the demo's model only
+# make test-vllm    the tests inside vLLM, which goes into an environment of its own, $(VLLM_VENV) (3.4 GB)
 #
 # python3 (3.10 or newer, with venv) and make are enough: everything else goes into $(VENV) and into
 # $KVSIEVE_CACHE (~/.cache/kvsieve), which holds the model.
 
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 PYTEST_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_STAMP := $(VLLM_VENV)/.installed
 TEXT := examples/jargon.txt
 GENERATE := $(BIN)/kvsieve generate --model smollm2 --prompt-file $(TEXT) --budget-tokens 512 --max-new-tokens 48 --compare
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup model test test-slow demo lint format clean
+.PHONY: setup setup-vllm model test test-slow test-vllm demo lint format clean
 
 setup: $(STAMP)
 
@@ -34,6 +37,20 @@ model: $(STAMP)
 test: export OMP_NUM_THREADS := 1 # two workers: more threads than cores only wait for each other
 test: model
 	$(BIN)/python -m pytest -n 2 -m 'not slow' $(PYTEST_ARGS)
+
+setup-vllm: $(VLLM_STAMP)
+
+# vLLM wants torchvision and torchaudio, whose builds on PyPI do not load beside a CPU build of torch; it runs without.
+$(VLLM_STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(VLLM_VENV)/bin/python -m pip install --quiet -e '.[vllm,hf,dev]'
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: export OMP_NUM_THREADS := 1
+test-vllm: model $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python -m pytest tests/test_vllm_*.py $(PYTEST_ARGS)
 
 test-slow: model
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
@@ -52,4 +69,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from typer.main import get_command
 
-from kvsieve.cli import bench, explain, flows, generate, new, show, verify
+from kvsieve.cli import bench, doctor, explain, flows, generate, new, serve, show, verify
 from kvsieve.cli import eval as evaluation
 from kvsieve.cli.study import study_app
 from kvsieve.errors import KvsieveError
@@ -26,11 +26,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("bench")(bench.bench_command)
+app.command("doctor")(doctor.doctor_command)
 app.command("eval")(evaluation.eval_command)
 app.command("explain")(explain.explain_command)
 app.command("flows")(flows.flows_command)
 app.command("generate")(generate.generate_command)
 app.command("new")(new.new_command)
+app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve.serve_command)
 app.command("show")(show.show_command)
 app.command("verify")(verify.verify_command)
 app.add_typer(study_app, name="study")

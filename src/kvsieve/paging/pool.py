@@ -37,7 +37,7 @@ class LayerPool:
     ) -> None:
         self.num_kv_heads, self.page_size, self.page_major = num_kv_heads, page_size, page_major
         self.dtype, self.device = dtype, device
-        self._initial = {name: _initial(spec).to(device) for name, spec in state_fields.items()}
+        self._initial = {name: initial_value(spec).to(device) for name, spec in state_fields.items()}
         self.k = self._storage(0, (page_size, head_dim), dtype)
         self.v = self._storage(0, (page_size, v_head_dim), dtype)
         self.summaries = {
@@ -154,6 +154,7 @@ def flat_places(index: torch.Tensor, heads: int, size: int, page_major: bool) ->
     return index * heads + head if page_major else head * size + index
 
 
-def _initial(spec: FieldSpec) -> torch.Tensor:
+def initial_value(spec: FieldSpec) -> torch.Tensor:
+    """What a state field of a page starts from."""
     assert spec.initial is not None, "a state field starts somewhere"
     return spec.initial

@@ -40,7 +40,8 @@ class CompiledBackend(Backend):
     def kernels(self, pool: LayerPool) -> dict[str, str]:
         names = {**super().kernels(pool), **dict.fromkeys(("summarize", "score"), "torch.compile (inductor)")}
         if _is_native(pool):
-            names |= {phase: f"C++ kvsieve_{phase}" for phase in ("write", "select", "attend", "mass")}
+            found = ("select", "attend", "mass", *(("write",) if _is_head_major(pool) else ()))
+            names |= {phase: f"C++ kvsieve_{phase}" for phase in found}
         return names
 
     def refusal(self, graphs: FlowGraphs) -> str | None:
@@ -60,7 +61,7 @@ class CompiledBackend(Backend):
         return CompiledFlow(summarize, score)
 
     def write(self, pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
-        if _is_native(pool):
+        if _is_head_major(pool):
             native.write(pool, writes, k, v)
             if writes.slots is not None:
                 occupy(pool, *writes.slots)
@@ -68,7 +69,7 @@ class CompiledBackend(Backend):
             super().write(pool, writes, k, v)
 
     def trim(self, pool: LayerPool, one: Trim) -> None:
-        if _is_native(pool):
+        if _is_head_major(pool):
             native.trim(pool, one)
         else:
             super().trim(pool, one)
@@ -129,7 +130,13 @@ class CompiledBackend(Backend):
 
 
 def _is_native(pool: LayerPool) -> bool:
-    return pool.device.type == "cpu" and pool.dtype in native.TYPES and not pool.page_major
+    """Whether the C++ kernels know a pool's device and dtype; they find their pages in any order."""
+    return pool.device.type == "cpu" and pool.dtype in native.TYPES
+
+
+def _is_head_major(pool: LayerPool) -> bool:
+    """Whether the kernels that store and move tokens know a pool, too."""
+    return _is_native(pool) and not pool.page_major
 
 
 def storage(pool: LayerPool, name: str) -> torch.Tensor:

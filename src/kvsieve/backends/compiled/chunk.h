@@ -13,8 +13,8 @@ struct Attention {
   int64_t batch, heads, group, width_k, width_v, page_size;
   const void* q;
   int64_t q_batch, q_head, q_group;  // strides; the last axis of q, K and V is dense
-  const void *k, *v;                 // [heads, blocks, page_size, width], dense
-  int64_t blocks;
+  const void *k, *v;                 // [heads, blocks, page_size, width]; a page is dense
+  int64_t head_step, block_step;     // from one head or block to the next, in pages, in K and V alike
   const int64_t* table;  // [batch, pages]
   int64_t table_batch;
   const int64_t* pages;  // [batch, heads, listed], ascending
@@ -58,7 +58,7 @@ inline void find_rows(const Attention& a, const Unit& unit, int64_t* rows) {
   const int64_t* table = a.table + unit.batch * a.table_batch;
   for (int64_t token = unit.first; token < unit.last;) {
     const int64_t offset = token % p, count = std::min(p - offset, unit.last - token);
-    const int64_t start = (unit.head * a.blocks + table[pages[token / p]]) * p + offset;
+    const int64_t start = (unit.head * a.head_step + table[pages[token / p]] * a.block_step) * p + offset;
     for (int64_t i = 0; i < count; ++i) *rows++ = start + i;
     token += count;
   }

@@ -7,7 +7,7 @@ namespace kvsieve {
 
 struct Crediting {
   int64_t batch, heads, listed, page_size;
-  int64_t rows;          // state rows of a KV head
+  int64_t head_step, row_step;  // from one head or row to the next, in rows
   const int64_t* table;  // [batch, pages]: state rows
   int64_t table_batch;
   const int64_t* pages;  // [batch, heads, listed], ascending
@@ -16,7 +16,7 @@ struct Crediting {
   const float* units;               // [batch]: stored value of a mass of 1
   const float* factors;             // [batch]: what stored mass is multiplied by beforehand; null: nothing is
   const float* increment;           // [batch, heads, listed, page_size], dense
-  float *mass, *sums;               // [heads, rows, page_size], and [heads, rows] or null; dense
+  float *mass, *sums;               // [heads, rows, page_size], and [heads, rows] or null; a row is dense
 };
 
 // Multiplies all stored mass of a segment. Mass is never negative: a page whose sum is 0 holds none.
@@ -24,7 +24,7 @@ inline void rebase(const Crediting& c, int64_t b, int64_t h, float factor) {
   const int64_t* table = c.table + b * c.table_batch;
   const int64_t pages = (c.lengths[b] + c.page_size - 1) / c.page_size;
   for (int64_t page = 0; page < pages; ++page) {
-    const int64_t row = h * c.rows + table[page];
+    const int64_t row = h * c.head_step + table[page] * c.row_step;
     if (c.sums && c.sums[row] == 0.0f) continue;
     if (c.sums) c.sums[row] *= factor;
     for (int64_t t = 0; t < c.page_size; ++t) c.mass[row * c.page_size + t] *= factor;
@@ -36,7 +36,7 @@ inline void credit_segment(const Crediting& c, int64_t b, int64_t h) {
   const int64_t* pages = c.pages + b * c.pages_batch + h * c.pages_head;
   const float* increment = c.increment + (b * c.heads + h) * c.listed * c.page_size;
   for (int64_t i = 0; i < c.counts[b]; ++i, increment += c.page_size) {
-    const int64_t row = h * c.rows + c.table[b * c.table_batch + pages[i]];
+    const int64_t row = h * c.head_step + c.table[b * c.table_batch + pages[i]] * c.row_step;
     float* mass = c.mass + row * c.page_size;
     float sum = 0.0f;
     for (int64_t t = 0; t < c.page_size; ++t) {

