@@ -1,7 +1,8 @@
-"""Steps with bounded sizes in fixed memory, as a CUDA graph runs them, beside ordinary steps: on a GPU the same bits.
+"""Steps with bounded sizes in fixed memory, as a CUDA graph runs them, beside ordinary steps.
 
-Without a GPU the steps run op by op; the plan, its memory and its tables are the same. Sums over a window padded to its
-bound then round otherwise.
+Without a GPU the steps run op by op; the plan, its memory and its tables are the same. What is attended under a bound
+may be split otherwise, or summed over padding, and round otherwise; on a GPU, where a fixed budget is the bound, the
+bits are the same.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Pair:
                 x.copy_(y)
         want = self.body(self.runtimes[0].step(self.requests[0]))
         for mine, theirs in zip(self.graph.step(), want, strict=True):
-            assert torch.equal(mine, theirs) if CUDA else torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+            exact = CUDA and self.runtimes[0].eviction is None
+            assert torch.equal(mine, theirs) if exact else torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
     def both(self, what: str, *places: int) -> None:
         """Something that happens to a request of both runtimes."""

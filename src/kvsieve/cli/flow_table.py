@@ -93,6 +93,9 @@ def describe(spec: FieldSpec) -> str:
 
 
 def verdict(backend: str, graphs: FlowGraphs) -> str:
-    """``generated``, or ``refused: reason``."""
-    reason = get_backend(backend).refusal(graphs)
+    """``generated``, ``refused: reason``, or why the backend is not there."""
+    try:
+        reason = get_backend(backend).refusal(graphs)
+    except KvsieveError as error:
+        return f"unavailable: {error}"
     return "generated" if reason is None else f"refused: {reason}"

@@ -115,7 +115,8 @@ def add_mass(pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, 
         pool.state["mass"], sums,
         *(logits.raw.stride(2), group, *selection.pages.stride()[:2], mass.table.stride(0)),
         *(*_row_strides(pool.state["mass"]), *_row_strides(sums)),
-        P=p, BLOCK_P=block, PAGES=pages, REDUCTION=logits.reduction, SUM=sums is not None, num_warps=2,
+        P=p, BLOCK_P=block, PAGES=pages, REDUCTION=logits.reduction, SUM=sums is not None,
+        num_warps=max(1, min(4, pages * block // 256)),
         **dependent_launch(pool.device, heads * batch * -(-listed // pages)),
     )  # fmt: skip
 
