@@ -70,7 +70,7 @@ def measure_case(
     moved = sum(sizes[row.name] for row in rows if row.name != "summarize")
     moved += sizes["summarize"] // stack.runtime.page_size
     rows.append(Phase("step", *times["step"], moved, how))
-    compared = tuple(DenseTime(name, *times[name], name != UNFAIR) for name in forms)
+    compared = tuple(DenseTime(name, *times[name], setting.on_gpu or name != UNFAIR) for name in forms)
     return Case(kind, context, pages, kept, tuple(rows), compared, checked, single)
 
 
