@@ -1,0 +1,232 @@
+"""Faults put into the source of the Triton kernels: each changes a result that the tests of the kernels compare.
+
+A mutant counts if it runs and its result is finite and wrong. The kernel as it is must pass the same comparison.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import test_triton as world
+from kvsieve.backends.attention import attend_selected, column_sums
+from kvsieve.backends.base import AttentionOptions
+from kvsieve.backends.eager import EagerBackend
+from kvsieve.backends.select import select_pages
+from kvsieve.backends.triton import attend, evict, longrow, ranking, seed, select, store
+from kvsieve.mass import AttentionMass
+from kvsieve.paging.slots import trim
+from kvsieve.plan import MassRows
+
+pytestmark = [world.pytestmark, pytest.mark.slow]
+Judge = Callable[[ModuleType], bool]
+"""Whether what a module computes is right."""
+
+
+def selects(module: ModuleType) -> bool:
+    """Short windows, with ties, of scored and other requests."""
+    right = True
+    torch.manual_seed(0)
+    for k in (6, 150, 240):
+        quota = world.quota_of([300, 7, 250], k, [0, 2])
+        assert quota.table is not None
+        for scores in world.rankings(2, 2, 300):
+            scores[1, :, 250:] = float("inf")
+            got, want = (one(scores.to(world.DEVICE), quota, 2) for one in (module.select, select_pages))
+            listed = want.listed().expand(want.pages.shape)
+            right &= torch.equal(got.pages[listed], want.pages[listed])
+            right &= torch.equal(got.blocks(quota.table)[listed], want.blocks(quota.table)[listed])
+    return right
+
+
+def selects_in_long_windows(module: ModuleType) -> bool:
+    """Windows that no program holds: scores of which few reach the bound, the last pages among them; and equal ones."""
+    quota = world.quota_of([9000], 70, [0])
+    torch.manual_seed(0)
+    right = True
+    ascending = torch.arange(9000.0)[None, None]
+    for scores in (torch.randn(1, 1, 9000), ascending, torch.where(ascending > 4000, 1.0, 0.0), ascending * 0):
+        got, want = (one(scores.to(world.DEVICE), quota, 1) for one in (module.select, select_pages))
+        right &= torch.equal(got.pages, want.pages)
+    return right
+
+
+def attends(module: ModuleType) -> bool:
+    """Ragged lists in one and in several chunks, soft-capped, with sink logits."""
+    one = world.World(world.LENGTHS, 5, 3, 3, (20, 20), torch.float32)
+    options = AttentionOptions(0.3, 3.0, torch.randn(3, 3, device=world.DEVICE))
+    want = attend_selected(one.q, one.pool, one.rows, one.selection, options)
+    right = True
+    for splits in (1, 2):
+        chunk = 32 // splits
+        module.shape_for = lambda *_, chunk=chunk, splits=splits: module.Shape(16, 4, 2, chunk, splits)
+        got = module.attend(one.q, one.pool, one.rows, one.selection, options)
+        right &= all(torch.allclose(x, y, rtol=1e-5, atol=2e-6) for x, y in zip(got[:2], want[:2], strict=True))
+    return right
+
+
+def stores_mass(module: ModuleType) -> bool:
+    """Mean of a group of three, units per request, and the page sums."""
+    one = world.World(world.LENGTHS, 5, 3, 3, (20, 20), torch.float32)
+    options = AttentionOptions(0.3, mass=AttentionMass(group="mean"))
+    _, lse, raw = attend.attend(one.q, one.pool, one.rows, one.selection, options)
+    _, _, increment = attend_selected(one.q, one.pool, one.rows, one.selection, options)
+    rows = MassRows(one.rows.table, torch.rand(len(world.LENGTHS), device=world.DEVICE) + 0.5, {})
+    state, results = one.pool.state, []
+    for run in (
+        lambda: module.add_mass(one.pool, one.rows, rows, one.selection, module.Logits(raw, lse, "mean")),
+        lambda: EagerBackend().add_mass(one.pool, one.rows, rows, one.selection, increment),
+    ):
+        for name in ("mass", "mass_sum"):
+            state[name].fill_(0.25)
+        run()
+        results.append([state[name].clone() for name in ("mass", "mass_sum")])
+    return all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in zip(*results, strict=True))
+
+
+def evicts(module: ModuleType) -> bool:
+    """Ties between old and young, protected sinks and recent tokens."""
+    pool, one = world.full_slots(5, 31, True)
+    fields = [pool.k, pool.v, *pool.state.values()]
+    before = [field.clone() for field in fields]
+    module.evict_one(pool, one)
+    mine = [field.clone() for field in fields]
+    for field, value in zip(fields, before, strict=True):
+        field.copy_(value)
+    trim(pool, one)
+    return all(world.same_slots(got, want, one) for got, want in zip(mine, fields, strict=True))
+
+
+def seeds(module: ModuleType) -> bool:
+    """A chunk with a past, decayed; the largest of a group of three."""
+    one = world.World([101], 5, 3, 3, (20, 20), torch.float32)
+    q = torch.randn(70, 3, 3, 20, device=world.DEVICE)
+    options = AttentionOptions(0.4, None, torch.randn(3, 3, device=world.DEVICE), AttentionMass(0.9, "max"))
+    keys = one.pool.k[:, one.rows.table[0]].flatten(1, 2)[:, :101]
+    got = module.prompt_mass(q, one.pool, one.rows.table[0], 31, options)
+    return torch.allclose(got, column_sums(q, keys, options), rtol=1e-5, atol=1e-5)
+
+
+def with_a_high_bound(module: ModuleType) -> bool:
+    """A bitmap in which fewer pages stand than are chosen: the row must be read whole then."""
+    quota = world.quota_of([9000], 70, [0])
+    scores = torch.randn(1, 1, 9000, device=world.DEVICE)
+    right = module.bitmap_of
+
+    def few(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        bitmap, found = right(*arguments)
+        return torch.where(torch.arange(bitmap.shape[2], device=world.DEVICE) < 9, bitmap, 0), found
+
+    module.bitmap_of = few
+    try:
+        return torch.equal(module.select(scores, quota, 1).pages, select_pages(scores, quota, 1).pages)
+    finally:
+        module.bitmap_of = right
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old`` in the source of a module becomes ``new``; ``judge`` must then find a wrong result. Where the module is
+    used by another, that one is loaded anew on top of it."""
+
+    name: str
+    module: ModuleType
+    old: str
+    new: str
+    judge: Judge
+    above: ModuleType | None = None
+
+
+MUTANTS = [
+    Mutant("minus zero lies below zero", ranking, "(scores + 0.0)", "(scores * 1.0)", selects, select),
+    Mutant("NaN is the best score", ranking, "scores != scores, 1,", "scores != scores, 0xFFFFFFFF,", selects, select),
+    Mutant("negative scores are upside down", ranking, "bits ^ 0x7FFFFFFF", "bits", selects, select),
+    Mutant("the younger page stays at equal rank", ranking, "(equals <= ties)", "(equals > 1)", selects, select),
+    Mutant("one page of those at the edge is left out", select, "ties = k - tl.sum", "ties = k - 1 - tl.sum", selects),
+    Mutant("padding of a shorter window competes", select, "there = page < width", "there = page < BLOCK", selects),
+    Mutant("blocks are those of the window's places", select, "tl.load(table + sink + page, mask=chosen",
+           "tl.load(table + page, mask=chosen", selects),
+    Mutant("recent pages are the first ones", select, "kept - recent, kept, total - kept", "kept - recent, kept, 0",
+           selects),
+    Mutant("a request reads the scores of the next", longrow, "< b).to(tl.int64), 0)", "<= b).to(tl.int64), 0)",
+           selects, select),
+    Mutant("a word of the bitmap is lost", longrow, "mask=word * 32 < width", "mask=word * 32 < width - 64",
+           selects_in_long_windows, select),
+    Mutant("pages of a word change places", longrow, "_ones(lowest - 1)", "(_ones(lowest - 1) ^ 1)",
+           selects_in_long_windows, select),
+    Mutant("the bound keeps too few and nobody looks", longrow, "(total >= k) & (total <= MOST)", "total <= MOST",
+           with_a_high_bound, select),
+    Mutant("ties before a piece are forgotten", longrow, "ties, greaters, equals, BLOCK)", "ties, greaters, 0, BLOCK)",
+           selects_in_long_windows, select),
+    Mutant("the partial page is attended whole", attend, "* P + length).to(tl.int32)", "* P + pages * P).to(tl.int32)",
+           attends),
+    Mutant("a chunk forgets the first ones' scale", attend, "acc = acc * fade[:, None]\n            if WIDE",
+           "if WIDE", attends),
+    Mutant("parts are merged without their weight", attend, "values * weight[:, :, None]", "values", attends),
+    Mutant("sink logits are ignored in the output", attend, "total = total * fade + tl.exp(sink - now)",
+           "total = total * fade", attends),
+    Mutant("the soft-cap is left out for negative logits", attend, "tl.where(logits < 0, -tanh, tanh) * softcap",
+           "tl.where(logits < 0, logits, tanh * softcap)", attends),
+    Mutant("mass is the sum where the mean is asked for", store, 'if REDUCTION == "mean":', "if False:", stores_mass),
+    Mutant("mass counts tokens that are not there", store, "(offset < P)[None, :] & (token < tokens)",
+           "(offset < P)[None, :] & (place < listed)[:, None]", stores_mass),
+    Mutant("mass is stored in one request's unit", store, "tl.load(unit + b)", "tl.load(unit)", stores_mass),
+    Mutant("the page sum forgets what it was", store, "tl.load(at_sum, mask=place < listed, other=0.0) + tl.sum",
+           "0.0 * tl.load(at_sum, mask=place < listed, other=0.0) + tl.sum", stores_mass),
+    Mutant("the younger token stays at equal mass", evict, "rank = 2147483647 - where", "rank = where", evicts),
+    Mutant("sinks may go", evict, "(where < sink) | ", "", evicts),
+    Mutant("V stays behind when a token moves", evict, "to_block * v_b + to_place * v_t + d, value",
+           "from_block * v_b + from_place * v_t + d, value", evicts),
+    Mutant("queries see one token too many", seed, "seen = token[None, :] <= position[:, None]",
+           "seen = token[None, :] <= position[:, None] + 1", seeds),
+    Mutant("all queries count alike", seed, "p = p * tl.load(weights + query", "p = p + 0 * tl.load(weights + query",
+           seeds),
+    Mutant("padded heads of a group vote", seed, "& real[:, None]\n", "& (query < rows)[:, None]\n", seeds),
+]  # fmt: skip
+
+
+def load(source: str, name: str, folder: Path) -> ModuleType:
+    """A module from source: Triton reads kernels from files."""
+    path = folder / f"{name}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_faulty_kernel_is_found(mutant: Mutant, tmp_path: Path) -> None:
+    source = inspect.getsource(mutant.module)
+    assert mutant.old in source, "the fault has lost its place"
+    name = f"mutant_{MUTANTS.index(mutant)}"
+    faulty = load(source.replace(mutant.old, mutant.new), name, tmp_path)
+    if mutant.above is not None:
+        text = inspect.getsource(mutant.above).replace(f"from {mutant.module.__name__} import", f"from {name} import")
+        if mutant.module is ranking:  # the long rows rank by the same functions
+            long = inspect.getsource(longrow).replace(f"from {ranking.__name__} import", f"from {name} import")
+            load(long, f"{name}_long", tmp_path)
+            text = text.replace(f"from {longrow.__name__} import", f"from {name}_long import")
+        faulty = load(text, f"{name}_above", tmp_path)
+    assert not mutant.judge(faulty), "nobody noticed"
+
+
+SOUND = {(one.judge, one.above or one.module) for one in MUTANTS}
+
+
+@pytest.mark.parametrize(("judge", "module"), sorted(SOUND, key=str), ids=str)
+def test_the_kernel_as_it_is_passes(judge: Judge, module: ModuleType) -> None:
+    assert judge(module)
