@@ -15,7 +15,7 @@ def test_flows_and_backends_of_a_wrong_type(wrong: object) -> None:
             call(wrong)
     with pytest.raises(ConfigError, match="flow: expected a Flow instance or a registered name"):
         Runtime(wrong, Budget(2))
-    with pytest.raises(ConfigError, match=r"backend: expected a Backend instance or a name \(eager, compiled\)"):
+    with pytest.raises(ConfigError, match=r"backend: expected a Backend instance or a name \(eager, compiled"):
         Runtime("h2o", Budget(2), backend=wrong)
     with pytest.raises(ConfigError, match=r"budget: .*or keep fewer tokens with retention=Evict\(capacity\)"):
         Runtime("h2o", wrong)

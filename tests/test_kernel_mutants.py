@@ -76,6 +76,15 @@ def attends(module: ModuleType) -> bool:
     return right
 
 
+def sums_finely(module: ModuleType) -> bool:
+    """Many probabilities in 16 bits, beside float32 ones."""
+    one = world.World([320, 321], 16, 2, 4, (64, 64), torch.float16)
+    options = AttentionOptions(0.2)
+    out, _, _ = module.attend(one.q, one.pool, one.rows, one.selection, options)
+    exact, _, _ = attend_selected(one.q.float(), one.pool, one.rows, one.selection, options)
+    return world.within_one_rounding(out, exact)
+
+
 def stores_mass(module: ModuleType) -> bool:
     """Mean of a group of three, units per request, and the page sums."""
     one = world.World(world.LENGTHS, 5, 3, 3, (20, 20), torch.float32)
@@ -171,8 +180,9 @@ MUTANTS = [
            selects_in_long_windows, select),
     Mutant("the partial page is attended whole", attend, "* P + length).to(tl.int32)", "* P + pages * P).to(tl.int32)",
            attends),
-    Mutant("a chunk forgets the first ones' scale", attend, "acc = acc * fade[:, None]\n            if WIDE",
-           "if WIDE", attends),
+    Mutant("a chunk forgets the first ones' scale", attend, "            acc = acc * fade[:, None]\n", "", attends),
+    Mutant("probabilities are rounded to 16 bits", attend, "coarse, p - coarse)", "coarse, 0.0 * p)", sums_finely),
+    Mutant("both halves of the rows hold all", attend, "coarse, p - coarse)", "coarse, p)", sums_finely),
     Mutant("parts are merged without their weight", attend, "values * weight[:, :, None]", "values", attends),
     Mutant("sink logits are ignored in the output", attend, "total = total * fade + tl.exp(sink - now)",
            "total = total * fade", attends),

@@ -6,7 +6,11 @@ On a machine with a GPU they run there, else in Triton's interpreter.
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -190,6 +194,12 @@ def test_attention_and_mass(geometry: tuple, reduction: str, splits: int, monkey
         assert torch.allclose(stored[0][name], stored[1][name], rtol=1e-5, atol=1e-6)
 
 
+def within_one_rounding(out: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether 16-bit values are float32 ones, rounded once."""
+    unit = torch.finfo(out.dtype).eps * (1 if INTERPRETED else 0.5)  # the interpreter cuts where a GPU rounds
+    return bool(((out.float() - exact).abs() <= 1.2 * unit * exact.abs() + 2e-5).all())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, *([] if INTERPRETED else [torch.bfloat16])])
 def test_probabilities_are_not_rounded_to_sixteen_bits(dtype: torch.dtype) -> None:
     """Many values of one sign and a small result: the error stays that of one rounding of the output."""
@@ -197,8 +207,7 @@ def test_probabilities_are_not_rounded_to_sixteen_bits(dtype: torch.dtype) -> No
     options = AttentionOptions(0.2)
     out, _, _ = TritonBackend().attend(world.q, world.pool, world.rows, world.selection, options)
     exact, _, _ = attend_selected(world.q.float(), world.pool, world.rows, world.selection, options)
-    unit = torch.finfo(dtype).eps * (1 if INTERPRETED else 0.5)  # the interpreter cuts where a GPU rounds
-    assert ((out.float() - exact).abs() <= 1.2 * unit * exact.abs() + 2e-5).all()
+    assert within_one_rounding(out, exact)
 
 
 def test_attending_again_gives_the_same_bits() -> None:
@@ -297,3 +306,12 @@ def test_a_device_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_names() -> None:
     assert get_backend("triton").name == "triton" and get_backend("triton+compiled").name == "triton+compiled"
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu() -> None:
+    """The interpreter accepts what the compiler refuses: types that change in a loop, shapes that do not fit."""
+    where = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_kernels.py")
+    ran = subprocess.run([sys.executable, str(script)], env=where, capture_output=True, text=True, timeout=600)
+    assert ran.returncode == 0 and "18 kernels, 0 failed" in ran.stdout, ran.stdout + ran.stderr

@@ -37,8 +37,9 @@ def logits_of(products, scale, softcap, SOFTCAP: tl.constexpr):
 def _attend_kernel(
     q, k, v, blocks, count, lengths, sinks, out, lse, part, part_lse, done, raw,
     q_b, q_h, q_g, k_h, k_b, k_t, v_h, v_b, v_t, list_b, list_h, raw_g, scale, softcap, heads, group, chunk, splits,
-    P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, RAW: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    RAW: tl.constexpr,
     WIDE: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -52,13 +53,14 @@ def _attend_kernel(
     first = split * chunk
     segment = b * heads + h
     row = tl.arange(0, ROWS)
+    head = row % HEADS  # rows beyond these are the heads again
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    real = row < group
+    real = head < group
     wait_for_inputs(PDL)
     if first < tokens:
         last = tl.minimum(first + chunk, tokens)
         queries = tl.load(
-            q + b * q_b + h * q_h + row[:, None] * q_g + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0
+            q + b * q_b + h * q_h + head[:, None] * q_g + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0
         )
         if WIDE:
             queries = queries.to(tl.float32)
@@ -90,7 +92,7 @@ def _attend_kernel(
                 tl.store(
                     raw + (segment * group + row)[:, None] * raw_g + token[None, :],
                     logits,
-                    mask=real[:, None] & there[None, :],
+                    mask=(row < group)[:, None] & there[None, :],
                 )
             now = tl.maximum(highest, tl.max(logits, 1))
             p = tl.exp(logits - now[:, None])
@@ -98,34 +100,63 @@ def _attend_kernel(
             highest = now
             total = total * fade + tl.sum(p, 1)
             acc = acc * fade[:, None]
-            if WIDE:
-                acc = tl.dot(p, values.to(tl.float32), acc, input_precision="ieee")
-            else:  # 16-bit probabilities in two parts: their rounding would be as large as that of the output
-                coarse = p.to(values.dtype)
-                fine = (p - coarse.to(tl.float32)).to(values.dtype)
-                acc = tl.dot(coarse, values, acc)
-                acc = tl.dot(fine, values, acc)
-        used = (tokens + chunk - 1) // chunk
-        if SPLITS > 1:
-            if used == 1:
-                _finish(acc, highest, total, sinks, out, lse, h, segment, group, row, dv, real, DV, SINKS)
-            else:
-                base = (segment * splits + split) * group + row
-                tl.store(part_lse + base, highest + tl.log(total), mask=real)
-                tl.store(
-                    part + base[:, None] * DV + dv[None, :],
-                    acc / total[:, None],
-                    mask=real[:, None] & (dv < DV)[None, :],
-                )
-                tl.debug_barrier()
-                arrived = tl.atomic_add(done + segment, 1, sem="acq_rel")
-                if arrived == used - 1:
-                    tl.store(done + segment, 0)
-                    _merge(part, part_lse, sinks, out, lse, h, segment, group, dv, used, splits, DV, SINKS, GROUP,
-                           SPLITS, PART, BLOCK_DV)  # fmt: skip
-        else:
-            _finish(acc, highest, total, sinks, out, lse, h, segment, group, row, dv, real, DV, SINKS)
+            acc = _weighted(p, values, acc, row, ROWS, HEADS, WIDE)
+        _deliver(
+            acc, highest, total, sinks, out, lse, part, part_lse, done, h, segment, group, dv, split, splits,
+            (tokens + chunk - 1) // chunk, DV, SINKS, ROWS, HEADS, GROUP, SPLITS, PART, BLOCK_DV,
+        )  # fmt: skip
     let_next_start(PDL)
+
+
+@triton.jit
+def _weighted(p, values, acc, row, ROWS: tl.constexpr, HEADS: tl.constexpr, WIDE: tl.constexpr):
+    """Add p [ROWS, T] times values [T, Dv].
+
+    16-bit probabilities enter in two parts, one in each half of the rows: rounded once, they would err as much as the
+    output does by its own rounding.
+    """
+    if HEADS < ROWS:
+        coarse = p.to(values.dtype).to(tl.float32)
+        p = tl.where((row < HEADS)[:, None], coarse, p - coarse)
+    if WIDE:
+        acc = tl.dot(p, values.to(tl.float32), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(p.to(values.dtype), values, acc)
+    return acc
+
+
+@triton.jit
+def _deliver(
+    acc, highest, total, sinks, out, lse, part, part_lse, done, h, segment, group, dv, split, splits, used,
+    DV: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    SPLITS: tl.constexpr, PART: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Store a chunk's result: the segment's, or a part of it; the last of a segment's chunks to come merges them."""
+    if HEADS < ROWS:
+        acc = tl.sum(tl.reshape(acc, [ROWS // HEADS, HEADS, BLOCK_DV]), 0)
+        highest = tl.max(tl.reshape(highest, [ROWS // HEADS, HEADS]), 0)  # the halves are the same
+        total = tl.max(tl.reshape(total, [ROWS // HEADS, HEADS]), 0)
+    each = tl.arange(0, HEADS)
+    present = each < group
+    if SPLITS > 1:
+        if used == 1:
+            _finish(acc, highest, total, sinks, out, lse, h, segment, group, each, dv, present, DV, SINKS)
+        else:
+            base = (segment * splits + split) * group + each
+            tl.store(part_lse + base, highest + tl.log(total), mask=present)
+            tl.store(
+                part + base[:, None] * DV + dv[None, :],
+                acc / total[:, None],
+                mask=present[:, None] & (dv < DV)[None, :],
+            )
+            tl.debug_barrier()
+            arrived = tl.atomic_add(done + segment, 1, sem="acq_rel")
+            if arrived == used - 1:
+                tl.store(done + segment, 0)
+                _merge(part, part_lse, sinks, out, lse, h, segment, group, dv, used, splits, DV, SINKS, GROUP,
+                       SPLITS, PART, BLOCK_DV)  # fmt: skip
+    else:
+        _finish(acc, highest, total, sinks, out, lse, h, segment, group, each, dv, present, DV, SINKS)
 
 
 @triton.jit
@@ -228,13 +259,15 @@ def attend(
     if options.mass is not None:
         raw = torch.empty(batch, heads, group, listed * p, dtype=torch.float32, device=q.device)
     q = q if q.stride(3) == 1 else q.contiguous()
+    heads_padded = power_of_two(group, 16 if q.dtype == torch.float32 else 8)
+    rows_padded = heads_padded if q.dtype == torch.float32 else 2 * heads_padded
     _attend_kernel[heads, batch, shape.splits](
         q, pool.k, pool.v, blocks, selection.count, rows.lengths_tensor, options.sinks, out, lse, *parts, raw,
         *(q.stride(0), q.stride(1), q.stride(2)),
         *(pool.k.stride(0), pool.k.stride(1), pool.k.stride(2), pool.v.stride(0), pool.v.stride(1), pool.v.stride(2)),
         *(blocks.stride(0), blocks.stride(1), listed * p, float(options.scale), float(options.softcap or 0.0)),
         *(heads, group, shape.chunk, shape.splits),
-        P=p, D=width, DV=v_width, ROWS=power_of_two(group, 16), TOKENS=shape.tokens,
+        P=p, D=width, DV=v_width, ROWS=rows_padded, HEADS=heads_padded, TOKENS=shape.tokens,
         BLOCK_D=power_of_two(width, 16), BLOCK_DV=power_of_two(v_width, 16),
         SOFTCAP=options.softcap is not None, SINKS=options.sinks is not None, RAW=raw is not None,
         WIDE=INTERPRETED or q.dtype == torch.float32,

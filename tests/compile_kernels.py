@@ -1,0 +1,114 @@
+"""Compile the Triton kernels for compute capability 9.0, which needs no GPU: the compiler refuses more than the interpreter.
+
+Run without TRITON_INTERPRET; prints the kernels that failed, and exits with their number.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from kvsieve.backends.triton import attend, evict, longrow, seed, select, store
+
+TARGET = GPUTarget("cuda", 90, 32)
+FLOATS = {"q", "k", "v", "out", "k_pool", "v_pool"}
+SINGLES = {"lse", "part", "part_lse", "raw", "sinks", "scores", "mass", "mass_sum", "unit", "weights", "column"}
+LONGS = {"blocks", "count", "lengths", "rows", "pages", "table", "requests", "pages_out", "blocks_out", "recent", "bounds",
+         "offsets", "slots", "positions", "position"}  # fmt: skip
+INTS = {"done", "bitmap", "found"}
+NUMBERS = {"scale", "softcap"}
+KINDS = (FLOATS, "*{}"), (SINGLES, "*fp32"), (LONGS, "*i64"), (INTS, "*i32"), (NUMBERS, "fp32")
+
+
+def signature(kernel: Any, constants: dict[str, Any], dtype: str) -> dict[str, str]:
+    """Types of a kernel's arguments, by their names."""
+    found = {}
+    for name in kernel.arg_names:
+        kind = "i32"
+        for names, what in (
+            (FLOATS, f"*{dtype}"),
+            (SINGLES, "*fp32"),
+            (LONGS, "*i64"),
+            (INTS, "*i32"),
+            (NUMBERS, "fp32"),
+        ):
+            kind = what if name in names else kind
+        found[name] = "constexpr" if name in constants else kind
+    return found
+
+
+def cases() -> list[tuple[str, Any, dict[str, Any], int, str]]:
+    """(what, kernel, constants, warps, dtype of K and V) of each kernel, in the forms that differ."""
+    made: list[tuple[str, Any, dict[str, Any], int, str]] = []
+    for dtype, tokens, stages, splits, more in (
+        ("bf16", 32, 5, 1, {}),
+        ("bf16", 128, 1, 16, {"SINKS": True}),
+        ("fp16", 32, 5, 8, {"SOFTCAP": True, "RAW": True}),
+        ("fp32", 16, 5, 4, {"RAW": True, "SINKS": True}),
+    ):
+        wide = dtype == "fp32"
+        constants = {
+            "P": 5, "D": 80, "DV": 48, "ROWS": 16, "HEADS": 16 if wide else 8, "TOKENS": tokens, "BLOCK_D": 128,
+            "BLOCK_DV": 64, "SOFTCAP": False, "SINKS": False, "RAW": False, "WIDE": wide, "GROUP": 4, "SPLITS": splits,
+            "PART": min(splits, 8), "STAGES": stages, "PDL": 1, **more,
+        }  # fmt: skip
+        absent = {"sinks": not constants["SINKS"], "raw": not constants["RAW"], "part": splits == 1}
+        absent |= {"part_lse": splits == 1, "done": splits == 1}
+        constants |= {name: None for name, gone in absent.items() if gone}
+        made.append((f"attend {dtype} {splits}", attend._attend_kernel, constants, 4, dtype))
+    for width, warps in ((64, 1), (2048, 4), (8192, 16), (131072, 16)):
+        whole = width <= 8192
+        constants = {
+            "BLOCK": width, "GROUPS": 64, "WHOLE": whole, "ALL": whole, "REQUESTS": 8, "RANKED": True,
+            "LIST": 128, "MOST": longrow.MOST, "PIECE": longrow.PIECE, "PDL": 2, **({"bitmap": None, "found": None} if whole else {}),
+        }  # fmt: skip
+        made.append((f"select {width}", select._select_kernel, constants, warps, "bf16"))
+    constants = {"STRIDE_BITS": 5, "SAMPLES": longrow.SAMPLES, "PDL": 1}
+    made.append(("bound", longrow._bound_kernel, constants, 8, "bf16"))
+    made.append(("bitmap", longrow._bitmap_kernel, {"PIECE": longrow.PIECE, "PDL": 1}, 4, "bf16"))
+    made.append(
+        (
+            "write",
+            store._write_kernel,
+            {"D": 80, "DV": 48, "BLOCK": 128, "SLOTS": True, "MASS": True, "PDL": 1},
+            1,
+            "bf16",
+        )
+    )
+    for reduction in ("mean", "max"):
+        constants = {"P": 5, "BLOCK_P": 8, "PAGES": 64, "REDUCTION": reduction, "SUM": True, "PDL": 1}
+        made.append((f"mass {reduction}", store._mass_kernel, constants, 2, "bf16"))
+    constants = {"P": 5, "D": 80, "DV": 48, "BLOCK": 1024, "WIDTH": 128, "MASS": True, "PDL": 1}
+    made.append(("evict", evict._evict_kernel, constants, 4, "bf16"))
+    for dtype in ("bf16", "fp32"):
+        constants = {"P": 5, "D": 80, "GROUP": 4, "ROWS": 64, "TOKENS": 64, "BLOCK_D": 128, "SOFTCAP": True}
+        constants["WIDE"] = dtype == "fp32"
+        made.append((f"lse {dtype}", seed._lse_kernel, {**constants, "SINKS": True}, 4, dtype))
+        made.append((f"columns {dtype}", seed._columns_kernel, {**constants, "REDUCTION": "max"}, 4, dtype))
+    return made
+
+
+def main() -> int:
+    """Compile all; the number that failed."""
+    failed = 0
+    for name, kernel, constants, warps, dtype in cases():
+        types = signature(kernel, constants, dtype)
+        if name.startswith("select"):
+            types["recent"] = "i32"
+        if name.startswith(("lse", "columns")):
+            types |= {"rows": "i32"} | ({"out": "*fp32"} if kernel is seed._columns_kernel else {})
+        try:
+            source = ASTSource(kernel, signature=types, constexprs=constants)
+            compile(source, target=TARGET, options={"num_warps": warps})
+        except Exception as error:  # whatever the compiler raises
+            failed += 1
+            print(f"{name}: {type(error).__name__}: {error}"[:2000])
+    print(f"{len(cases())} kernels, {failed} failed")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
