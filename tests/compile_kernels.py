@@ -1,4 +1,4 @@
-"""Compile the Triton kernels for compute capability 9.0, which needs no GPU: the compiler refuses more than the interpreter.
+"""Compile the Triton kernels for compute capability 9.0, which needs no GPU: a compiler refuses more than the interpreter.
 
 Run without TRITON_INTERPRET; prints the kernels that failed, and exits with their number.
 """
@@ -16,8 +16,8 @@ from kvsieve.backends.triton import attend, evict, longrow, seed, select, store
 TARGET = GPUTarget("cuda", 90, 32)
 FLOATS = {"q", "k", "v", "out", "k_pool", "v_pool"}
 SINGLES = {"lse", "part", "part_lse", "raw", "sinks", "scores", "mass", "mass_sum", "unit", "weights", "column"}
-LONGS = {"blocks", "count", "lengths", "rows", "pages", "table", "requests", "pages_out", "blocks_out", "recent", "bounds",
-         "offsets", "slots", "positions", "position"}  # fmt: skip
+LONGS = {"blocks", "count", "lengths", "rows", "pages", "table", "requests", "pages_out", "blocks_out", "recent",
+         "bounds", "offsets", "slots", "positions", "position"}  # fmt: skip
 INTS = {"done", "bitmap", "found"}
 NUMBERS = {"scale", "softcap"}
 KINDS = (FLOATS, "*{}"), (SINGLES, "*fp32"), (LONGS, "*i64"), (INTS, "*i32"), (NUMBERS, "fp32")
@@ -63,7 +63,8 @@ def cases() -> list[tuple[str, Any, dict[str, Any], int, str]]:
         whole = width <= 8192
         constants = {
             "BLOCK": width, "GROUPS": 64, "WHOLE": whole, "ALL": whole, "REQUESTS": 8, "RANKED": True,
-            "LIST": 128, "MOST": longrow.MOST, "PIECE": longrow.PIECE, "PDL": 2, **({"bitmap": None, "found": None} if whole else {}),
+            "LIST": 128, "MOST": longrow.MOST, "PIECE": longrow.PIECE, "PDL": 2,
+            **({"bitmap": None, "found": None} if whole else {}),
         }  # fmt: skip
         made.append((f"select {width}", select._select_kernel, constants, warps, "bf16"))
     constants = {"STRIDE_BITS": 5, "SAMPLES": longrow.SAMPLES, "PDL": 1}

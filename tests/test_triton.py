@@ -308,7 +308,6 @@ def test_names() -> None:
     assert get_backend("triton").name == "triton" and get_backend("triton+compiled").name == "triton+compiled"
 
 
-@pytest.mark.slow
 def test_kernels_compile_for_a_gpu() -> None:
     """The interpreter accepts what the compiler refuses: types that change in a loop, shapes that do not fit."""
     where = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
