@@ -1,4 +1,4 @@
-"""Compile the Triton kernels for compute capability 9.0, which needs no GPU: a compiler refuses more than the interpreter.
+"""Compile the Triton kernels for compute capability 9.0, without a GPU: a compiler refuses more than the interpreter.
 
 Run without TRITON_INTERPRET; prints the kernels that failed, and exits with their number.
 """
