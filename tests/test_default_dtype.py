@@ -32,7 +32,9 @@ OTHER = (torch.float64, torch.bfloat16)
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
     before = torch.get_default_dtype()
+    torch.use_deterministic_algorithms(True)  # memory that nobody wrote, such as padding of scores, is always the same
     yield
+    torch.use_deterministic_algorithms(False)
     torch.set_default_dtype(before)
 
 
