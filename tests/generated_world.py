@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from kvsieve.backends.triton.generate import ScoreWindow, generate_score, generate_summarize
+from kvsieve.backends.triton.generate import generate_score, generate_summarize
 from kvsieve.flow import DoublePrecision, Flow, PageFields, extra_parameters, with_dtype
 from kvsieve.graph import FlowGraphs
 from kvsieve.mass import FIELDS as MASS_FIELDS
 from kvsieve.paging import pool as pools
 from kvsieve.paging.pool import LayerPool
+from kvsieve.plan import Window
 from kvsieve.verify.poison import garbage
 
 F64 = torch.float64
@@ -37,7 +38,7 @@ class World:
 
     graphs: FlowGraphs
     pool: LayerPool
-    window: ScoreWindow
+    window: Window
     q: torch.Tensor
     widths: tuple[int, ...]
 
@@ -97,10 +98,20 @@ def make_world(
         drawn = drawn.abs() if name in MASS_FIELDS else drawn
         field[:, places[:total]] = drawn.to(field)
     scale = torch.rand(len(widths), 1) + 0.5 if set(MASS_FIELDS) & set(pool.state) else None
-    window = ScoreWindow(
-        *(x.to(device) for x in (requests, table, rows, torch.tensor(widths), lengths)),
-        max(widths) + 2, sink, p, None if scale is None else scale.to(device),
-    )  # fmt: skip
+    window = Window(
+        requests=requests.to(device),
+        table=table.to(device),
+        row_table=rows.to(device),
+        lengths=lengths.to(device),
+        widths=torch.tensor(widths, device=device),
+        width=max(widths) + 2,
+        sink=sink,
+        page_size=p,
+        topk=torch.zeros(len(widths), dtype=torch.int64, device=device),
+        max_topk=0,
+        total_pages=total,
+        mass_scale=None if scale is None else scale.to(device),
+    )
     q = torch.randn(len(widths), geometry.group, heads, geometry.head_dim).transpose(1, 2).to(q_dtype or dtype)
     return World(graphs, pool, window, q.to(device), tuple(widths))
 

@@ -78,7 +78,7 @@ class TritonBackend(Backend):
 
     def score(self, flow: GeneratedFlow, q: torch.Tensor, pool: LayerPool, window: Window) -> torch.Tensor:
         assert flow.score is not None
-        return flow.score.run(q, pool, window)  # type: ignore[arg-type]
+        return flow.score.run(q, pool, window)
 
     def select(self, scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
         return select(scores, quota, heads)

@@ -24,11 +24,11 @@ from kvsieve.backends.triton.generate.patterns import Bounds, bounds_of, rewrite
 from kvsieve.backends.triton.generate.stages import Plan
 from kvsieve.backends.triton.generate.translate import translate
 from kvsieve.backends.triton.generate.tuning import GATHERED, GATHERING, Tiling, is_wide, tiling
-from kvsieve.backends.triton.generate.window import ScoreWindow
 from kvsieve.backends.triton.launch import INTERPRETED, dependent_launch
 from kvsieve.flow import flow_name
 from kvsieve.graph import FlowGraphs
 from kvsieve.paging.pool import LayerPool
+from kvsieve.plan import Window
 
 SHOWN_HEADS = 8
 """KV heads of the source that is shown."""
@@ -221,7 +221,7 @@ def _scratch(plan: Plan) -> dict[object, Scratch]:
 class ScoreProgram(Generated):
     """``score`` of a flow."""
 
-    def run(self, q: torch.Tensor, pool: LayerPool, window: ScoreWindow) -> torch.Tensor:
+    def run(self, q: torch.Tensor, pool: LayerPool, window: Window) -> torch.Tensor:
         """Score window pages and write new state in place.
 
         q [Bs, H, G, D] -> float32 [Bs, H, W], W = ``window.width``; beyond a request's own pages undefined.
