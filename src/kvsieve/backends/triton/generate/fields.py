@@ -50,7 +50,7 @@ def field(printer: Printer, op: Op, shift: int) -> Tile:
     text = _load(printer, pointer, places, (printer.page(rank, valid),), op.statics, rank, _policy(op))
     text += f".to({TRITON_TYPES[op.dtype]})"
     text += " * mass_scale" if _scaled(printer, op) else ""
-    return Tile(text, (PAGES, *((HEADS,) if printer.wide else ()), *(printer.pad(size) for size in op.statics)))
+    return Tile(text, printer.full(op.statics))
 
 
 def _row_of_heads(printer: Printer, op: Op, pointer: str, place: str, valid: str) -> Tile:
@@ -88,7 +88,7 @@ def query(printer: Printer, op: Op, shift: int) -> Tile:
     where = f"{printer.arguments.add('q_ptr', 'input')} + request * q_request + {printer.head(rank)} * q_head"
     mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
     text = f"tl.load({where} + {g} * q_group + {d}{mask}).to(tl.float32)"
-    return Tile(text, (1, *((HEADS,) if printer.wide else ()), printer.pad(group), printer.pad(width)))
+    return Tile(text, printer.full(op.statics, 1))
 
 
 def constant(printer: Printer, op: Op, shift: int) -> Tile:
@@ -118,8 +118,7 @@ def stored(printer: Printer, op: Op, shift: int) -> Tile:
     place = f"({printer.segment(rank)} * width_bound + {printer.page(rank, page)}){times(op.elements)}"
     text = _load(printer, f"{scratch.name}_ptr", (place,), (printer.page(rank, valid),), op.statics, rank)
     text += f".to({TRITON_TYPES[op.dtype]})" if op.dtype is torch.bool else ""
-    tile = Tile(text, (PAGES, *((HEADS,) if printer.wide else ()), *(printer.pad(size) for size in op.statics)))
-    return printer.named(op, tile, scratch.name)
+    return printer.named(op, Tile(text, printer.full(op.statics)), scratch.name)
 
 
 LEAVES: dict[str, Callable[[Printer, Op, int], Tile]] = {

@@ -22,10 +22,10 @@ from kvsieve.backends.triton.generate.tile import (
     identity,
     joined,
     literal,
-    padded,
     reshaped,
     shape_text,
 )
+from kvsieve.backends.triton.launch import power_of_two
 from kvsieve.ops import show
 
 
@@ -63,7 +63,7 @@ class Printer:
 
     def pad(self, size: int) -> int:
         """The size of an axis in a tile."""
-        return max(padded(size), self.pads.get(size, 1))
+        return power_of_two(size, self.pads.get(size, 1))
 
     @property
     def lead(self) -> int:
@@ -72,6 +72,10 @@ class Printer:
 
     def ones(self, statics: Sequence[int] = ()) -> tuple[Dim, ...]:
         return (*(1,) * self.lead, *statics)
+
+    def full(self, statics: Sequence[int], pages: Dim = PAGES) -> tuple[Dim, ...]:
+        """The sizes of a tile of all heads that it may hold, with static axes of such sizes."""
+        return (pages, *((HEADS,) if self.wide else ()), *(self.pad(size) for size in statics))
 
     def head(self, rank: int) -> str:
         return f"head{axis_index(1, rank)}" if self.wide else "head"
@@ -179,9 +183,7 @@ class Printer:
     def solid(self, op: Op, shift: int = 0, paged: bool = False) -> Tile:
         """The value with all static axes (and pages and heads, if ``paged``) at full size."""
         tile = self.value(op, shift)
-        wanted = self.ones([self.pad(size) for size in op.statics])
-        if paged:
-            wanted = (PAGES, *((HEADS,) if self.wide else ()), *wanted[self.lead :])
+        wanted = self.full(op.statics) if paged else self.ones([self.pad(size) for size in op.statics])
         if tile.dims is None:
             return Tile(f"tl.full({shape_text(wanted)}, {tile.text}, {TRITON_TYPES[op.dtype]})", wanted)
         dims = joined(tile.dims, wanted)

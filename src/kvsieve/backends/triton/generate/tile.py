@@ -14,11 +14,6 @@ Dim = int | str
 PAGES, HEADS = "PAGES", "HEADS"
 
 
-def padded(size: int) -> int:
-    """The next power of two."""
-    return 1 << max(size - 1, 0).bit_length()
-
-
 @dataclass(frozen=True)
 class Tile:
     """Text of a value, and its sizes; None for a number, which broadcasts with everything. A size of 1 broadcasts."""
