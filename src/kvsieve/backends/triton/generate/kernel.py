@@ -12,7 +12,7 @@ from kvsieve.backends.triton.generate.arguments import Argument, Scratch
 from kvsieve.backends.triton.generate.ir import Op
 from kvsieve.backends.triton.generate.layout import broken
 from kvsieve.backends.triton.generate.printer import Printer
-from kvsieve.backends.triton.generate.stages import Plan
+from kvsieve.backends.triton.generate.stages import StagePlan
 from kvsieve.backends.triton.generate.tile import Tile, times
 
 HEAD = '''"""{title}
@@ -96,7 +96,7 @@ class Form:
 
 def print_stage(
     name: str,
-    plan: Plan,
+    plan: StagePlan,
     number: int,
     scratch: Mapping[object, Scratch],
     states: Collection[str],
@@ -122,7 +122,7 @@ def print_stage(
     return replace(kernel, source=_function(kernel, _body(kernel, printer, summaries)))
 
 
-def print_gathering(name: str, plan: Plan, number: int, scratch: Mapping[object, Scratch]) -> Kernel:
+def print_gathering(name: str, plan: StagePlan, number: int, scratch: Mapping[object, Scratch]) -> Kernel:
     """The kernel that puts the chunks of stage ``number`` together, once for each segment, where they are many."""
     printer = Printer(plan, number, False, frozenset(), dict(scratch))
     printer.arguments.add("widths_ptr", "input")

@@ -12,7 +12,7 @@ from kvsieve.backends.triton.generate import dots, fields, folds, views
 from kvsieve.backends.triton.generate.arguments import Arguments, Scratch
 from kvsieve.backends.triton.generate.ir import TRITON_TYPES, Op
 from kvsieve.backends.triton.generate.names import Names
-from kvsieve.backends.triton.generate.stages import Partial, Plan, running_partial
+from kvsieve.backends.triton.generate.stages import Partial, StagePlan, running_partial
 from kvsieve.backends.triton.generate.tile import (
     HEADS,
     PAGES,
@@ -36,7 +36,7 @@ class Printer:
     ``largest``: elements per page of the largest tile; ``fixed``: of the largest without pages.
     """
 
-    plan: Plan
+    plan: StagePlan
     stage: int
     wide: bool
     states: frozenset[str]

@@ -44,7 +44,7 @@ class Stage:
     partials: list[Partial] = field(default_factory=list)
 
 
-class Plan:
+class StagePlan:
     """The stages of a program with ``outputs``; ``written`` are state fields that it writes in place."""
 
     def __init__(self, outputs: Mapping[str, Op], written: Collection[str]) -> None:
