@@ -99,7 +99,7 @@ class Decoding:
         return first[:, None] + torch.arange(self.table.shape[1], device=first.device)
 
 
-class StepPlan:
+class BatchPlan:
     """A step: ``decoding`` and ``prefilling`` rows (None if there are none), the pages that it fills [C] and the state
     rows that enter [E]."""
 
