@@ -65,11 +65,6 @@ class Selection:
         position = self.pages[..., None] * page_size + offsets
         return (position < lengths[:, None, None, None]) & self.listed()[..., None]
 
-    def token_count(self, page_size: int, lengths: torch.Tensor) -> torch.Tensor:
-        """How many tokens the lists name, over all segments: an int64 scalar. ``lengths`` [B]."""
-        held = (lengths[:, None, None] - self.pages * page_size).clamp(0, page_size)
-        return torch.where(self.listed(), held, 0).sum()
-
 
 class Backend(ABC):
     """Runs a flow's graphs and the attention over a selection on a paged pool. Batched over (request, KV head)."""
