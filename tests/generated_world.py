@@ -17,8 +17,8 @@ from kvsieve.flow import DoublePrecision, Flow, PageFields, extra_parameters, wi
 from kvsieve.graph import FlowGraphs
 from kvsieve.mass import FIELDS as MASS_FIELDS
 from kvsieve.paging.pool import LayerPool
-from kvsieve.plan import Window
 from kvsieve.verify.poison import poisoned_pools
+from kvsieve.window import Window
 
 F64 = torch.float64
 Check = Callable[[str, torch.Tensor, torch.Tensor], float]

@@ -12,7 +12,8 @@ from kvsieve.graph import FlowGraphs
 from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.slots import Trim, occupy, trim
-from kvsieve.plan import MassRows, Quota, Rows, Window, Writes
+from kvsieve.plan import MassRows, Quota, Rows, Writes
+from kvsieve.window import Window
 
 Increment = Any
 """What a step adds to the mass of the selected tokens: float32 [B, H, K, p], 0 for tokens that are not there; or what a

@@ -16,7 +16,8 @@ from kvsieve.graph import FlowGraphs
 from kvsieve.lower import lower
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.slots import Trim, occupy
-from kvsieve.plan import MassRows, Quota, Rows, Window, Writes
+from kvsieve.plan import MassRows, Quota, Rows, Writes
+from kvsieve.window import Window
 
 SEGMENT_FIELDS = ("valid", "blocks", "rows", "position", "age", "mass_scale")
 

@@ -25,7 +25,8 @@ from kvsieve.errors import ConfigError
 from kvsieve.graph import FlowGraphs
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.slots import Trim
-from kvsieve.plan import MassRows, Quota, Rows, Window, Writes
+from kvsieve.plan import MassRows, Quota, Rows, Writes
+from kvsieve.window import Window
 
 
 @dataclass(frozen=True)

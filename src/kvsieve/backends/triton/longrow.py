@@ -12,7 +12,8 @@ import triton.language as tl
 
 from kvsieve.backends.triton.launch import dependent_launch, let_next_start, power_of_two, wait_for_inputs
 from kvsieve.backends.triton.ranking import kth_largest, order_keys, take
-from kvsieve.plan import Quota, Window
+from kvsieve.plan import Quota
+from kvsieve.window import Window
 
 PIECE = 4096
 """Scores that a program looks at together."""

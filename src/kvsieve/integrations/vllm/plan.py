@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from kvsieve.budget import Budget
-from kvsieve.plan import Quota, Rows, Window
+from kvsieve.plan import Quota, Rows
+from kvsieve.window import Window
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from kvsieve.backends.triton.generate.tuning import GATHERED, is_wide, tiling
 from kvsieve.flow import flow_name
 from kvsieve.graph import FlowGraphs
 from kvsieve.paging.pool import LayerPool
-from kvsieve.plan import Window
+from kvsieve.window import Window
 
 SHOWN_HEADS = 8
 """KV heads of the source that is shown."""
