@@ -35,6 +35,7 @@ def _load(
 
 
 def field(printer: Printer, op: Op, shift: int) -> Tile:
+    """A stored field of the pages, through their table, in the dtype that is computed in; 0 beyond the window."""
     name, rank = op.data, printer.lead + len(op.statics)
     valid = printer.shifted(shift)[1]
     place = "block" if printer.summaries else printer.row(shift) if name in printer.states else printer.block(shift)
@@ -78,6 +79,7 @@ def _scaled(printer: Printer, op: Op) -> bool:
 
 
 def query(printer: Printer, op: Op, shift: int) -> Tile:
+    """The query rows of the request and KV head: float32 [1, group, head_dim]."""
     rank = printer.lead + 2
     group, width = op.statics
     g = f"tl.arange(0, {printer.pad(group)}){axis_index(rank - 2, rank)}"
@@ -92,6 +94,7 @@ def query(printer: Printer, op: Op, shift: int) -> Tile:
 
 
 def constant(printer: Printer, op: Op, shift: int) -> Tile:
+    """A tensor of the flow, the same for every page."""
     rank = printer.lead + len(op.statics)
     name = printer.names.kept(op, op.name or "constant")
     pointer = printer.arguments.constant(op, name)
@@ -101,17 +104,20 @@ def constant(printer: Printer, op: Op, shift: int) -> Tile:
 
 
 def position(printer: Printer, op: Op, shift: int) -> Tile:
+    """Positions of the pages' first tokens: float32 [PAGES]."""
     page = printer.page(printer.lead, printer.shifted(shift)[0])
     return Tile(f"((sink + {page}) * page_size).to(tl.float32)", (PAGES, *printer.ones()[1:]))
 
 
 def age(printer: Printer, op: Op, shift: int) -> Tile:
+    """Tokens since the pages' last ones: float32 [PAGES]."""
     printer.vector("length", f"tl.load({printer.arguments.add('lengths_ptr', 'input')} + place)")
     page = printer.page(printer.lead, printer.shifted(shift)[0])
     return Tile(f"(length - (sink + {page} + 1) * page_size).to(tl.float32)", (PAGES, *printer.ones()[1:]))
 
 
 def stored(printer: Printer, op: Op, shift: int) -> Tile:
+    """A value per page that an earlier stage has left in scratch memory."""
     scratch, rank = printer.scratch[id(op)], printer.lead + len(op.statics)
     page, valid = printer.shifted(shift)
     printer.arguments.add(f"{scratch.name}_ptr", "scratch", scratch.name)

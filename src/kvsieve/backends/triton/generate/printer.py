@@ -71,6 +71,7 @@ class Printer:
         return 2 if self.wide else 1
 
     def ones(self, statics: Sequence[int] = ()) -> tuple[Dim, ...]:
+        """The sizes of a tile that is the same for all pages and heads."""
         return (*(1,) * self.lead, *statics)
 
     def full(self, statics: Sequence[int], pages: Dim = PAGES) -> tuple[Dim, ...]:
@@ -78,9 +79,11 @@ class Printer:
         return (pages, *((HEADS,) if self.wide else ()), *(self.pad(size) for size in statics))
 
     def head(self, rank: int) -> str:
+        """The KV head, or all of them along their axis of a tile."""
         return f"head{axis_index(1, rank)}" if self.wide else "head"
 
     def page(self, rank: int, name: str = "page") -> str:
+        """A vector over pages along the page axis of a tile."""
         return f"{name}{axis_index(0, rank)}"
 
     def page_index(self, rank: int) -> str:
@@ -126,6 +129,7 @@ class Printer:
         return self.vector(name + page.removeprefix("page"), text)
 
     def valid(self, shift: int, rank: int) -> str:
+        """Where there are pages of the window, along the page axis of a tile."""
         return self.page(rank, self.shifted(shift)[1])
 
     # Values
@@ -165,6 +169,7 @@ class Printer:
         return self.assign(name, tile, show(op.shape), of_chunk)
 
     def assign(self, name: str, tile: Tile, comment: str = "", of_chunk: bool = False) -> Tile:
+        """A line that gives the tile a name."""
         assert tile.dims is not None
         self.lines(of_chunk or PAGES in tile.dims).append(
             f"{name} = {tile.text}" + (f"  # {comment}" if comment else "")

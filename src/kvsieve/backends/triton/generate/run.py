@@ -35,6 +35,7 @@ class Built:
         return load_source(self.kernels[0].name.rpartition("_")[0], self.source)
 
     def constant(self, kernel: Kernel, name: str, device: torch.device) -> torch.Tensor:
+        """A tensor of the flow on a device, sent once."""
         key = f"{kernel.name}.{name}", device
         if key not in self._constants:
             self._constants[key] = kernel.constants[name].to(device).contiguous()
