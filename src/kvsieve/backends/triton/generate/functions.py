@@ -80,14 +80,7 @@ if INTERPRETED:  # its own reductions are fast, those with a function of ours go
         return tl.where((a != a) | (b != b), float("nan"), tl.minimum(a, b))
 
 else:
-
-    @triton.jit
-    def maximum(a, b):
-        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-    @triton.jit
-    def minimum(a, b):
-        return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    maximum, minimum = _greater, _less
 
     @triton.jit
     def max(x, axis: tl.constexpr, keep: tl.constexpr = False):
