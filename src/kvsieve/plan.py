@@ -189,11 +189,15 @@ class Plan:
         """One token per request: few integers, and no tensor op is as fast."""
         p = self.page_size
         blocks = [entry.blocks[-1] for entry in self.entries]
-        rows = [entry.rows[-1] if entry.rows else NULL_BLOCK for entry in self.entries]
+        rows = self._newest_rows()
         offsets = [start % p for start in self.rows.starts]
         full = [block for block, offset in zip(blocks, offsets, strict=True) if offset == p - 1]
         positions = [entry.length - 1 for entry in self.entries]
         return self._sent_writes(blocks, offsets, self._filled(full), rows, positions, entered)
+
+    def _newest_rows(self) -> list[BlockId]:
+        """State rows of the requests' last pages; null without state."""
+        return [entry.rows[-1] if entry.rows else NULL_BLOCK for entry in self.entries]
 
     def _sent_writes(
         self, blocks: Host, offsets: Host, filled: Host, rows: Host, positions: Host, entered: torch.Tensor

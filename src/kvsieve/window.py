@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 from kvsieve.paging.allocator import NULL_BLOCK
-from kvsieve.paging.pool import flat_places
+from kvsieve.paging.pool import LayerPool
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class Window:
         columns = table[self.requests, self.sink : self.sink + self.width]
         return torch.where(self.valid, columns, int(NULL_BLOCK))
 
-    def by_segment(self, heads: int, blocks: int, rows: int, page_major: bool = False) -> SegmentWindow:
-        """The window for layers with so many KV heads and pools of so many blocks and state rows, made once."""
-        key = heads, blocks, rows, page_major
+    def by_segment(self, pool: LayerPool) -> SegmentWindow:
+        """The window for layers with pools like this one, made once."""
+        key = pool.num_kv_heads, pool.k.shape[1], pool.rows, pool.page_major
         if key not in self._flat:
-            self._flat[key] = SegmentWindow(self, heads, blocks, rows, page_major)
+            self._flat[key] = SegmentWindow(self, pool)
         return self._flat[key]
 
 
@@ -84,9 +84,8 @@ class SegmentWindow:
     Every tensor is [N, W], W at least 2: a width of 1 would be compiled apart; ``mass_scale`` is [N, 1].
     """
 
-    def __init__(self, window: Window, heads: int, num_blocks: int, num_rows: int, page_major: bool) -> None:
-        self._window, self._heads, self._num_blocks, self._num_rows = window, heads, num_blocks, num_rows
-        self._page_major = page_major
+    def __init__(self, window: Window, pool: LayerPool) -> None:
+        self._window, self._pool = window, pool
 
     @cached_property
     def valid(self) -> torch.Tensor:
@@ -94,11 +93,11 @@ class SegmentWindow:
 
     @cached_property
     def blocks(self) -> torch.Tensor:
-        return self._index(self._window.blocks, self._num_blocks)
+        return self._index(self._window.blocks, self._pool.k.shape[1])
 
     @cached_property
     def rows(self) -> torch.Tensor:
-        return self._index(self._window.rows, self._num_rows)
+        return self._index(self._window.rows, self._pool.rows)
 
     @cached_property
     def position(self) -> torch.Tensor:
@@ -111,14 +110,14 @@ class SegmentWindow:
     @cached_property
     def mass_scale(self) -> torch.Tensor:
         assert self._window.mass_scale is not None
-        return self._window.mass_scale.repeat(self._heads, 1)
+        return self._window.mass_scale.repeat(self._pool.num_kv_heads, 1)
 
     def _index(self, places: torch.Tensor, size: int) -> torch.Tensor:
-        places = flat_places(_two_wide(places)[:, None], self._heads, size, self._page_major)  # [Bs, H, W]
+        places = self._pool.places(_two_wide(places)[:, None], size)  # [Bs, H, W]
         return places.transpose(0, 1).flatten(0, 1)
 
     def _repeated(self, values: torch.Tensor) -> torch.Tensor:
-        return _two_wide(values).repeat(self._heads, 1)
+        return _two_wide(values).repeat(self._pool.num_kv_heads, 1)
 
 
 def _two_wide(values: torch.Tensor) -> torch.Tensor:
