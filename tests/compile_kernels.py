@@ -25,19 +25,8 @@ KINDS = (FLOATS, "*{}"), (SINGLES, "*fp32"), (LONGS, "*i64"), (INTS, "*i32"), (N
 
 def signature(kernel: Any, constants: dict[str, Any], dtype: str) -> dict[str, str]:
     """Types of a kernel's arguments, by their names."""
-    found = {}
-    for name in kernel.arg_names:
-        kind = "i32"
-        for names, what in (
-            (FLOATS, f"*{dtype}"),
-            (SINGLES, "*fp32"),
-            (LONGS, "*i64"),
-            (INTS, "*i32"),
-            (NUMBERS, "fp32"),
-        ):
-            kind = what if name in names else kind
-        found[name] = "constexpr" if name in constants else kind
-    return found
+    kinds = {name: what.format(dtype) for names, what in KINDS for name in names}
+    return {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
 
 
 def cases() -> list[tuple[str, Any, dict[str, Any], int, str]]:

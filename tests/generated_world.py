@@ -1,6 +1,6 @@
 """A pool of poisoned pages for generated kernels, and what they compute beside the flow's own code in float64.
 
-Memory is page-major as on a GPU: all heads of a page side by side. Blocks and state rows lie anywhere; whatever is no
+Memory is page-major as on a GPU unless a test says otherwise. Blocks and state rows lie anywhere; whatever is no
 page of a window holds NaN or a large integer.
 """
 
@@ -12,23 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
-from kvsieve.backends.triton.generate import ScoreWindow, generate_score, generate_summarize
+from kvsieve.backends.triton.generate import generate_score, generate_summarize
 from kvsieve.flow import DoublePrecision, Flow, PageFields, extra_parameters, with_dtype
 from kvsieve.graph import FlowGraphs
 from kvsieve.mass import FIELDS as MASS_FIELDS
-from kvsieve.paging import pool as pools
 from kvsieve.paging.pool import LayerPool
-from kvsieve.verify.poison import garbage
+from kvsieve.verify.poison import poisoned_pools
+from kvsieve.window import Window
 
 F64 = torch.float64
 Check = Callable[[str, torch.Tensor, torch.Tensor], float]
-
-
-def page_major(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Poisoned [H, blocks, ...] whose memory is [blocks, H, ...]."""
-    heads, blocks, *rest = shape
-    memory = torch.empty((blocks, heads, *rest), dtype=dtype, device=device)
-    return memory.fill_(garbage(dtype)).transpose(0, 1)
 
 
 @dataclass
@@ -37,7 +30,7 @@ class World:
 
     graphs: FlowGraphs
     pool: LayerPool
-    window: ScoreWindow
+    window: Window
     q: torch.Tensor
     widths: tuple[int, ...]
 
@@ -65,19 +58,16 @@ def make_world(
     seed: int = 0,
     q_dtype: torch.dtype | None = None,
     device: str = "cpu",
+    page_major: bool = True,
 ) -> World:
     """Random K, V and state in the windows' pages; summaries are not computed yet."""
     torch.manual_seed(seed)
     geometry, sink, recent = graphs.geometry, 2, 1
-    p, original = geometry.page_size, pools.uninitialised
-    pools.uninitialised = page_major
-    try:
-        fields = graphs.summary_fields, graphs.state_fields
-        pool = LayerPool(heads, p, geometry.head_dim, geometry.v_head_dim, dtype, torch.device(device), *fields)
-        total = sum(widths)
+    p, total, sizes = geometry.page_size, sum(widths), (geometry.head_dim, geometry.v_head_dim)
+    fields = graphs.summary_fields, graphs.state_fields
+    with poisoned_pools():
+        pool = LayerPool(heads, p, *sizes, dtype, torch.device(device), *fields, page_major=page_major)
         pool.reserve(total + 5, total + 7)
-    finally:
-        pools.uninitialised = original
     requests = torch.randperm(len(widths) + 2)[: len(widths)]
     table = torch.full((len(widths) + 2, sink + max(widths) + recent + 3), 0, dtype=torch.int64)
     rows = table.clone()
@@ -97,10 +87,20 @@ def make_world(
         drawn = drawn.abs() if name in MASS_FIELDS else drawn
         field[:, places[:total]] = drawn.to(field)
     scale = torch.rand(len(widths), 1) + 0.5 if set(MASS_FIELDS) & set(pool.state) else None
-    window = ScoreWindow(
-        *(x.to(device) for x in (requests, table, rows, torch.tensor(widths), lengths)),
-        max(widths) + 2, sink, p, None if scale is None else scale.to(device),
-    )  # fmt: skip
+    window = Window(
+        requests=requests.to(device),
+        table=table.to(device),
+        row_table=rows.to(device),
+        lengths=lengths.to(device),
+        widths=torch.tensor(widths, device=device),
+        width=max(widths) + 2,
+        sink=sink,
+        page_size=p,
+        topk=torch.zeros(len(widths), dtype=torch.int64, device=device),
+        max_topk=0,
+        total_pages=total,
+        mass_scale=None if scale is None else scale.to(device),
+    )
     q = torch.randn(len(widths), geometry.group, heads, geometry.head_dim).transpose(1, 2).to(q_dtype or dtype)
     return World(graphs, pool, window, q.to(device), tuple(widths))
 

@@ -18,12 +18,12 @@ from kvsieve.flow import Flow, build_flow
 from kvsieve.paging.allocator import NULL_BLOCK
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.table import RequestId
-from kvsieve.plan import Window
 from kvsieve.reference import ReferenceSegment, ReferenceStep
 from kvsieve.runtime import Attended, Runtime
 from kvsieve.verify.data import Draw, LayerShape
 from kvsieve.verify.poison import spoil_free_memory
 from kvsieve.verify.rounding import F64, unit_roundoff
+from kvsieve.window import Window
 
 U32 = 2.0**-24
 """Unit roundoff of float32."""

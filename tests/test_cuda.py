@@ -17,10 +17,11 @@ from kvsieve.backends.base import AttentionOptions
 from kvsieve.flow import build_flow, list_flows
 from kvsieve.graph import Geometry, trace_flow
 from kvsieve.paging.pool import LayerPool
-from kvsieve.plan import MassRows, Quota, Rows, Window, Writes
+from kvsieve.plan import MassRows, Quota, Rows, Writes
 from kvsieve.stepgraph import StepGraph
 from kvsieve.verify.subject import Subject
 from kvsieve.verify.suite import CHECKS, run_check
+from kvsieve.window import Window
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -13,7 +13,6 @@ import torch
 
 pytest.importorskip("triton")
 
-import generated_world
 import random_flows
 from generated_world import close, make_world, run_beside_float64
 from kvsieve.backends.triton.generate import Refused, folds, generate_score, generate_summarize, program, tuning
@@ -21,7 +20,6 @@ from kvsieve.backends.triton.generate.program import Variant
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.flow import Flow, build_flow, load_flow
 from kvsieve.graph import Geometry, trace_flow
-from kvsieve.verify.poison import garbage
 from test_random_flows import FLOWS, run_beside_the_reference, traced
 from test_vortex_flows import SHIPPED, USERS
 
@@ -81,14 +79,10 @@ def test_queries_of_another_dtype_than_pages() -> None:
     run_beside_float64(world, close(BOUNDS[torch.bfloat16]))
 
 
-def test_memory_in_which_heads_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    def head_major(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.full(shape, garbage(dtype), dtype=dtype, device=device)
-
-    monkeypatch.setattr(generated_world, "page_major", head_major)
+def test_memory_in_which_heads_come_first() -> None:
     for name in ("block_sparse_attention", "h2o"):
         graphs = trace_flow(build_flow(name), Geometry(4, 32, 32, 4))
-        world = make_world(graphs, (3, 20), 4, device=DEVICE)
+        world = make_world(graphs, (3, 20), 4, device=DEVICE, page_major=False)
         assert world.pool.k.stride(0) > world.pool.k.stride(1)
         run_beside_float64(world, close(BOUNDS[torch.float32]))
 

@@ -22,7 +22,7 @@ LAYERS = (
     {"reference"},
     {"ops", "tracing", "segment", "graph", "lower", "maxpool", "watch"},
     {"paging"},
-    {"plan", "stepplan"},
+    {"window", "plan", "stepplan"},
     {"backends"},
     {"layers"},
     {"call"},

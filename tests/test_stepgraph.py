@@ -51,11 +51,15 @@ class Pair:
         results = [call.attend(layer, *new) for layer, new in enumerate(self.inputs)]
         return [part for result in results for part in (result.out, result.lse)]
 
+    def renew(self) -> None:
+        """Other inputs, where the graph reads them."""
+        for old in self.inputs:
+            for x, y in zip(old, self.draw(len(self.requests[0])), strict=True):
+                x.copy_(y)
+
     def step(self) -> None:
         """The same step in both, with the same outputs and lse."""
-        for old, new in zip(self.inputs, [self.draw(len(self.requests[0])) for _ in range(LAYERS)], strict=True):
-            for x, y in zip(old, new, strict=True):
-                x.copy_(y)
+        self.renew()
         want = self.body(self.runtimes[0].step(self.requests[0]))
         for mine, theirs in zip(self.graph.step(), want, strict=True):
             exact = CUDA and self.runtimes[0].eviction is None
@@ -113,9 +117,7 @@ def test_mass_is_rebased_ahead_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("kvsieve.mass.LARGEST_UNIT", 2.0)
     pair = Pair("h2o", [70, 12, 33], evict=False)
     for _ in range(30):
-        for old, new in zip(pair.inputs, [pair.draw(3) for _ in range(LAYERS)], strict=True):
-            for x, y in zip(old, new, strict=True):
-                x.copy_(y)
+        pair.renew()
         want = pair.body(pair.runtimes[0].step(pair.requests[0]))
         got = pair.graph.step()
         for mine, theirs in zip(got, want, strict=True):

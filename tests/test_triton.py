@@ -30,7 +30,8 @@ from kvsieve.errors import ConfigError
 from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.slots import POSITION, Trim, slot_fields, trim
-from kvsieve.plan import MassRows, Quota, Rows, Window
+from kvsieve.plan import MassRows, Quota, Rows
+from kvsieve.window import Window
 from test_eager_grid import compare_with_reference
 
 pytestmark = pytest.mark.skipif(

@@ -14,7 +14,7 @@ from kvsieve.flow import load_flow
 from kvsieve.graph import Geometry, trace_flow
 from kvsieve.integrations.vllm.cache import CachePool, PagePool, token_major_pages
 from kvsieve.integrations.vllm.counters import Counters
-from kvsieve.integrations.vllm.plan import Batch, Decoding, StepPlan
+from kvsieve.integrations.vllm.plan import Batch, BatchPlan, Decoding
 from kvsieve.integrations.vllm.requests import RequestRows
 from kvsieve.integrations.vllm.tally import LayerKind, Tally
 from kvsieve.paging.pool import LayerPool
@@ -50,7 +50,7 @@ def test_plans_against_loops(page_size: int, block_size: int, budget: Budget) ->
     draw = random.Random(page_size)
     for _ in range(20):
         batch, lengths, counts, prefilling = random_batch(draw, block_size, draw.randint(1, 6))
-        plan = StepPlan(batch, page_size, block_size)
+        plan = BatchPlan(batch, page_size, block_size)
         decoding = [i for i, length in enumerate(lengths) if counts[i] == 1 and not prefilling[i] and length > 1]
         others = [i for i in range(len(lengths)) if i not in decoding]
         assert (plan.prefilling.tolist() if plan.prefilling is not None else []) == others
@@ -265,7 +265,7 @@ def test_state_follows_its_request(page_size: int, seed: int, prompts: bool) -> 
         batch, scheduled = engine.step()
         if not scheduled:
             continue
-        plan = StepPlan(batch, page_size, engine.BLOCK)
+        plan = BatchPlan(batch, page_size, engine.BLOCK)
         state = rows.step(batch, plan)
         if state is None:
             continue
@@ -299,7 +299,7 @@ def test_state_that_is_lost_starts_afresh() -> None:
             table,
             table[0, at // 4][None].long() * 4 + at % 4,
         )
-        state = rows.step(batch, StepPlan(batch, 4, 4))
+        state = rows.step(batch, BatchPlan(batch, 4, 4))
         assert state is not None
         seen.append((int(state.first), len(state.entered)))
     places = [first for first, _ in seen]
@@ -309,7 +309,7 @@ def test_state_that_is_lost_starts_afresh() -> None:
 
 def test_tally_and_counters() -> None:
     decoding = _decoding(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.int32), 60, 4, 16)
-    plan = StepPlan.__new__(StepPlan)
+    plan = BatchPlan.__new__(BatchPlan)
     plan.decoding = decoding
     counters = Counters()
     kinds = [LayerKind(Budget(2, 1, 1), True, False, 3, 256, 40)] * 5 + [LayerKind(Budget(99), True, False, 3, 256, 40)]

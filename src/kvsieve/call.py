@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from kvsieve.backends.base import AttentionOptions, Backend, Increment, Selection
+from kvsieve.backends.seeding import seed_mass
 from kvsieve.budget import Budget
 from kvsieve.errors import ConfigError
 from kvsieve.layers import Layer, Layers
@@ -246,7 +247,7 @@ class Call:
         for place, (request, mass) in enumerate(zip(self.requests, self.masses, strict=True)):
             if mass.committed is not None:
                 rows = layer.queries.first(request, mass.surviving)[-mass.committed.rows :]
-                self._count_queries(layer.pool, plan.before(place), rows, mass.committed, options)
+                self._seed(layer.pool, plan.before(place), rows, mass.committed, options)
 
     def _count_new(self, layer: Layer, q: torch.Tensor, plan: Plan, options: AttentionOptions) -> None:
         """Count the call's own prompt queries in the attention mass, or keep them: q [T, H, G, D]."""
@@ -257,23 +258,17 @@ class Call:
             if not count:
                 continue
             if mass.counted is not None and not self.decode:
-                self._count_queries(layer.pool, plan.pages(place), new, mass.counted, options)
+                self._seed(layer.pool, plan.pages(place), new, mass.counted, options)
             if mass.kept:
                 layer.queries.keep(request, mass.surviving, new, mass.kept)
             else:
                 layer.queries.forget(request)
 
-    def _count_queries(
+    def _seed(
         self, pool: LayerPool, where: Pages, q: torch.Tensor, update: MassUpdate, options: AttentionOptions
     ) -> None:
         """Add the attention of consecutive queries [n, H, G, D] of one request to its stored mass."""
-        pages = -(-(update.first + update.rows) // pool.page_size)
-        blocks, rows = where.blocks[:pages], where.rows[:pages]
-        if update.rebase is not None:
-            pool.rebase_mass(rows, update.rebase)
-        sums = self.host.backend.prompt_mass(q, pool, blocks, update.first, options)
-        padded = torch.nn.functional.pad(sums * update.unit, (0, pages * pool.page_size - sums.shape[1]))
-        pool.add_mass(rows.expand(len(sums), -1), padded.unflatten(1, (pages, pool.page_size)))
+        seed_mass(self.host.backend, q, pool, where.blocks, where.rows, update, options)
 
     def _add_mass(self, pool: LayerPool, plan: Plan, selection: Selection, increment: Increment) -> None:
         """Add what a step's attention gave the selected tokens."""

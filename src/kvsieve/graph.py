@@ -86,12 +86,19 @@ class FlowGraphs:
 
     def score_bytes_per_page(self, kv_dtype: torch.dtype) -> int:
         """Bytes that ``score`` reads and writes per window page, KV head and step."""
+        return sum(self.score_bytes_by_field(kv_dtype).values())
+
+    def score_bytes_by_field(self, kv_dtype: torch.dtype) -> dict[str, int]:
+        """The same by what is moved: ``k_mean read``, ``heavy written``."""
         shape = self.geometry
-        sizes = {"k": shape.page_size * shape.head_dim, "v": shape.page_size * shape.v_head_dim}
-        total = sum(sizes[name] * kv_dtype.itemsize for name in self.score_reads if name in sizes)
-        fields = {**self.summary_fields, **self.state_fields}
-        total += sum(fields[name].bytes(kv_dtype) for name in self.score_reads if name in fields)
-        return total + sum(self.state_fields[name].bytes(kv_dtype) for name in self.state_writes)
+        fields = {
+            "k": FieldSpec((shape.page_size, shape.head_dim), None),
+            "v": FieldSpec((shape.page_size, shape.v_head_dim), None),
+            **self.summary_fields,
+            **self.state_fields,
+        }
+        reads = {f"{name} read": fields[name].bytes(kv_dtype) for name in self.score_reads if name in fields}
+        return reads | {f"{name} written": fields[name].bytes(kv_dtype) for name in self.state_writes}
 
 
 Summaries = dict[tuple[int, int, int], tuple[SegmentGraph | None, dict[str, FieldSpec]]]

@@ -77,8 +77,8 @@ class StepPlan(Plan):
         memory.begin()
         super().__init__(*arguments)
         newest = [self.tables.pages(entry.stored) - 1 for entry in self.entries]
-        rows = [entry.rows[-1] if entry.rows else NULL_BLOCK for entry in self.entries]
-        self._newest, self._newest_rows = self._send(newest, "newest page"), self._send(rows, "newest row")
+        self._last_page = self._send(newest, "newest page")
+        self._last_row = self._send(self._newest_rows(), "newest row")
         evict = self._eviction
         first_recent = [entry.length - 1 - evict.recent for entry in self.entries] if evict else []
         self._recent = self._send(first_recent, "first recent")
@@ -86,8 +86,8 @@ class StepPlan(Plan):
     def take_newest(self) -> None:
         """Requests go on in the blocks and state rows of their newest tokens; what is trimmed is read before that."""
         _ = self.trims
-        self.memory.table.scatter_(1, self._newest[:, None], self.writes.blocks[:, None])
-        self.memory.rows.scatter_(1, self._newest[:, None], self._newest_rows[:, None])
+        self.memory.table.scatter_(1, self._last_page[:, None], self.writes.blocks[:, None])
+        self.memory.rows.scatter_(1, self._last_page[:, None], self._last_row[:, None])
 
     @cached_property
     def trims(self) -> list[Trim]:

@@ -12,7 +12,8 @@ from kvsieve.graph import FlowGraphs
 from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.slots import Trim, occupy, trim
-from kvsieve.plan import MassRows, Quota, Rows, Window, Writes
+from kvsieve.plan import MassRows, Quota, Rows, Writes
+from kvsieve.window import Window
 
 Increment = Any
 """What a step adds to the mass of the selected tokens: float32 [B, H, K, p], 0 for tokens that are not there; or what a
@@ -64,11 +65,6 @@ class Selection:
         offsets = torch.arange(page_size, device=self.pages.device)
         position = self.pages[..., None] * page_size + offsets
         return (position < lengths[:, None, None, None]) & self.listed()[..., None]
-
-    def token_count(self, page_size: int, lengths: torch.Tensor) -> torch.Tensor:
-        """How many tokens the lists name, over all segments: an int64 scalar. ``lengths`` [B]."""
-        held = (lengths[:, None, None] - self.pages * page_size).clamp(0, page_size)
-        return torch.where(self.listed(), held, 0).sum()
 
 
 class Backend(ABC):

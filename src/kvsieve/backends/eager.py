@@ -18,7 +18,8 @@ from kvsieve.graph import FlowGraphs
 from kvsieve.lower import Program, lower
 from kvsieve.mass import FIELDS as MASS_FIELDS
 from kvsieve.paging.pool import LayerPool
-from kvsieve.plan import Quota, Rows, Window
+from kvsieve.plan import Quota, Rows
+from kvsieve.window import Window
 
 
 @dataclass(frozen=True)

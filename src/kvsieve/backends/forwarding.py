@@ -10,7 +10,8 @@ from kvsieve.backends.base import AttentionOptions, Backend, Increment, Selectio
 from kvsieve.graph import FlowGraphs
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.slots import Trim
-from kvsieve.plan import MassRows, Quota, Rows, Window, Writes
+from kvsieve.plan import MassRows, Quota, Rows, Writes
+from kvsieve.window import Window
 
 
 class ForwardingBackend(Backend):

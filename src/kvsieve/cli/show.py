@@ -14,7 +14,7 @@ from kvsieve.cli.options import parse_dtype, parse_flow_arguments
 from kvsieve.dtypes import torch_name
 from kvsieve.errors import ConfigError
 from kvsieve.flow import check_page_size, choose_page_size, flow_name, load_flow
-from kvsieve.graph import FieldSpec, FlowGraphs, Geometry, trace_flow
+from kvsieve.graph import FlowGraphs, Geometry, trace_flow
 from kvsieve.lower import lower
 from kvsieve.ops import op_name, show
 from kvsieve.segment import SegmentGraph, is_symbolic
@@ -61,24 +61,11 @@ def overview(graphs: FlowGraphs, dtype: torch.dtype) -> str:
         lines.append(f"{what} fields: {listed or 'none'}")
     if graphs.score is None:
         return "\n".join([*lines, "no score: sink and recent pages only"])
-    parts = [f"{name} {size}" for name, size in moved(graphs, dtype).items()]
+    parts = [f"{name} {size}" for name, size in graphs.score_bytes_by_field(dtype).items()]
     total = graphs.score_bytes_per_page(dtype)
     return "\n".join(
         [*lines, f"score moves {total} bytes per window page and KV head: {', '.join(parts) or 'nothing'}"]
     )
-
-
-def moved(graphs: FlowGraphs, dtype: torch.dtype) -> Mapping[str, int]:
-    """Bytes per window page and KV head that ``score`` reads and writes, by field."""
-    shape = graphs.geometry
-    fields = {
-        "k": FieldSpec((shape.page_size, shape.head_dim), None),
-        "v": FieldSpec((shape.page_size, shape.v_head_dim), None),
-        **graphs.summary_fields,
-        **graphs.state_fields,
-    }
-    reads = {f"{name} read": fields[name].bytes(dtype) for name in graphs.score_reads if name in fields}
-    return reads | {f"{name} written": fields[name].bytes(dtype) for name in graphs.state_writes}
 
 
 def graph_text(graphs: FlowGraphs, method: str, graph: SegmentGraph) -> str:

@@ -26,7 +26,7 @@ class Matmul:
 
     def lower(self, view: NodeView, batch: Batch) -> Value:
         a, b = (batch[node] for node in view.node.args if isinstance(node, fx.Node))
-        proxy = batched_matmul(batch, a, b)
+        proxy = batched_matmul(a, b)
         return Value(proxy, view.shape, a.batched or b.batched)
 
 
@@ -46,7 +46,7 @@ class Linear:
         x, weight = batch[arguments["input"]], batch[arguments["weight"]]
         if weight.rank > 1:
             weight = Value(torch.transpose(weight.proxy, -1, -2), weight.shape[::-1], weight.batched)
-        proxy = batched_matmul(batch, x, weight)
+        proxy = batched_matmul(x, weight)
         batched = x.batched or weight.batched
         if arguments["bias"] is not None:
             bias = batch[arguments["bias"]]
@@ -78,7 +78,7 @@ class Einsum:
         return Value(torch.einsum(equation, *(value.proxy for value in values)), view.shape, batched)
 
 
-def batched_matmul(batch: Batch, a: Value, b: Value) -> Proxy:
+def batched_matmul(a: Value, b: Value) -> Proxy:
     """torch.matmul of two one-segment operands, batched: vectors become matrices, batch axes are lined up."""
     left = torch.unsqueeze(a.proxy, -2) if a.rank == 1 else a.proxy
     right = torch.unsqueeze(b.proxy, -1) if b.rank == 1 else b.proxy

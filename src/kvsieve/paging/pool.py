@@ -66,7 +66,8 @@ class LayerPool:
     def places(self, index: torch.Tensor, size: int) -> torch.Tensor:
         """Where blocks or rows [..., H or 1, n] lie in a :meth:`flat` field of so many blocks or rows, by head:
         [..., H, n]."""
-        return flat_places(index, self.num_kv_heads, size, self.page_major)
+        head = torch.arange(self.num_kv_heads, device=index.device)[:, None]
+        return index * self.num_kv_heads + head if self.page_major else head * size + index
 
     def write(self, blocks: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store tokens: k [T, H, D], v [T, H, Dv] at (block, offset) [T]."""
@@ -146,12 +147,6 @@ class LayerPool:
         if self.page_major:
             return uninitialised((size, heads, *shape), dtype, self.device).transpose(0, 1)
         return uninitialised((heads, size, *shape), dtype, self.device)
-
-
-def flat_places(index: torch.Tensor, heads: int, size: int, page_major: bool) -> torch.Tensor:
-    """:meth:`LayerPool.places` of a pool with so many heads."""
-    head = torch.arange(heads, device=index.device)[:, None]
-    return index * heads + head if page_major else head * size + index
 
 
 def initial_value(spec: FieldSpec) -> torch.Tensor:

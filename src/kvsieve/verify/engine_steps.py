@@ -82,7 +82,7 @@ class StepOracle:
                     k[head, -1],
                     v[head, -1],
                     _fields(pool.summaries, head, pages[: length // pool.page_size]),
-                    _fields({name: f for name, f in pool.state.items() if name not in MASS_FIELDS}, head, states),
+                    _fields(_own_state(pool), head, states),
                     StepResult(out[row, head], lse[row, head], listed, found),
                 )
                 self._check_storage(pool, twin, head, pages, states)
@@ -148,8 +148,12 @@ class StepOracle:
         if length % pool.page_size == 0:
             twin.check_summary(self.numbers, length // pool.page_size - 1, stored[-1])
         twin.check_summaries(stored)
-        own = {name: field for name, field in pool.state.items() if name not in MASS_FIELDS}
-        twin.check_state(self.numbers, _fields(own, head, states))
+        twin.check_state(self.numbers, _fields(_own_state(pool), head, states))
+
+
+def _own_state(pool: LayerPool) -> dict[str, torch.Tensor]:
+    """State fields that the flow itself declares: all but the attention mass."""
+    return {name: field for name, field in pool.state.items() if name not in MASS_FIELDS}
 
 
 def _fields(

@@ -16,7 +16,8 @@ from kvsieve.graph import FlowGraphs
 from kvsieve.lower import lower
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.slots import Trim, occupy
-from kvsieve.plan import MassRows, Quota, Rows, Window, Writes
+from kvsieve.plan import MassRows, Quota, Rows, Writes
+from kvsieve.window import Window
 
 SEGMENT_FIELDS = ("valid", "blocks", "rows", "position", "age", "mass_scale")
 
@@ -84,7 +85,7 @@ class CompiledBackend(Backend):
     def score(self, flow: CompiledFlow, q: torch.Tensor, pool: LayerPool, window: Window) -> torch.Tensor:
         assert flow.score is not None
         batch, heads = q.shape[:2]
-        flat = window.by_segment(heads, pool.k.shape[1], pool.rows, pool.page_major)
+        flat = window.by_segment(pool)
         queries = q.transpose(0, 1).reshape(heads * batch, *q.shape[2:]).contiguous()
         queries = queries.clone() if queries.is_inference() else queries  # guarded on, and compiled apart
 

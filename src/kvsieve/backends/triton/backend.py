@@ -25,7 +25,8 @@ from kvsieve.errors import ConfigError
 from kvsieve.graph import FlowGraphs
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.slots import Trim
-from kvsieve.plan import MassRows, Quota, Rows, Window, Writes
+from kvsieve.plan import MassRows, Quota, Rows, Writes
+from kvsieve.window import Window
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class TritonBackend(Backend):
 
     def score(self, flow: GeneratedFlow, q: torch.Tensor, pool: LayerPool, window: Window) -> torch.Tensor:
         assert flow.score is not None
-        return flow.score.run(q, pool, window)  # type: ignore[arg-type]
+        return flow.score.run(q, pool, window)
 
     def select(self, scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
         return select(scores, quota, heads)

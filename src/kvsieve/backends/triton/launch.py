@@ -19,6 +19,11 @@ def power_of_two(size: int, least: int = 1) -> int:
     return max(least, 1 << max(0, size - 1).bit_length())
 
 
+def largest_power(number: int) -> int:
+    """The largest power of two that is not above ``number``, at least 1."""
+    return 1 << number.bit_length() - 1
+
+
 @cache
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a GPU."""

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from kvsieve.backends.triton.launch import dependent_launch, let_next_start, power_of_two, wait_for_inputs
 from kvsieve.backends.triton.ranking import kth_largest, order_keys, take
-from kvsieve.plan import Quota, Window
+from kvsieve.plan import Quota
+from kvsieve.window import Window
 
 PIECE = 4096
 """Scores that a program looks at together."""
@@ -32,6 +33,13 @@ def row_of(requests, scored, b, ALL: tl.constexpr, REQUESTS: tl.constexpr):
 
 
 @triton.jit
+def _width_and_k(requests, pages, count, row, fixed):
+    """Window pages of a row of scores, and how many of them are chosen."""
+    b = tl.load(requests + row)
+    return (tl.load(pages + b) - fixed).to(tl.int32), (tl.load(count + b) - fixed).to(tl.int32)
+
+
+@triton.jit
 def _bound_kernel(
     scores, requests, pages, count, bounds, s_b, s_h, heads, fixed, STRIDE_BITS: tl.constexpr, SAMPLES: tl.constexpr,
     PDL: tl.constexpr,
@@ -39,9 +47,7 @@ def _bound_kernel(
     """A score (as an integer) that somewhat more than k pages of a row should reach."""
     h = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1).to(tl.int64)
-    b = tl.load(requests + row)
-    width = (tl.load(pages + b) - fixed).to(tl.int32)
-    k = (tl.load(count + b) - fixed).to(tl.int32)
+    width, k = _width_and_k(requests, pages, count, row, fixed)
     wait_for_inputs(PDL)
     if (k > 0) & (k < width):
         sample = tl.arange(0, SAMPLES)
@@ -64,9 +70,7 @@ def _bitmap_kernel(
     """Which pages of a piece of a row reach its bound: 32 of them a word."""
     h = tl.program_id(1).to(tl.int64)
     row = tl.program_id(2).to(tl.int64)
-    b = tl.load(requests + row)
-    width = (tl.load(pages + b) - fixed).to(tl.int32)
-    k = (tl.load(count + b) - fixed).to(tl.int32)
+    width, k = _width_and_k(requests, pages, count, row, fixed)
     start = tl.program_id(0) * PIECE
     wait_for_inputs(PDL)
     if (k > 0) & (k < width) & (start < width):

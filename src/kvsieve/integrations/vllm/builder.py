@@ -16,7 +16,7 @@ from kvsieve.integrations.vllm.layer import SieveImpl, layer_index
 from kvsieve.integrations.vllm.limits import refuse_block_size, refuse_layer
 from kvsieve.integrations.vllm.mass import MassClock, StepMass
 from kvsieve.integrations.vllm.meaning import announce, logger
-from kvsieve.integrations.vllm.plan import Batch, StepPlan
+from kvsieve.integrations.vllm.plan import Batch, BatchPlan
 from kvsieve.integrations.vllm.prefill import KernelOptions, Prefill
 from kvsieve.integrations.vllm.requests import RequestRows
 from kvsieve.integrations.vllm.tally import Tally
@@ -27,7 +27,7 @@ class SieveMetadata(CPUAttentionMetadata):
     """vLLM's metadata with the step's plan, its dense rows, the layer that is audited in this step, if any, and what
     the step does to attention mass."""
 
-    plan: StepPlan | None = None
+    plan: BatchPlan | None = None
     prefill: Prefill | None = None
     audited: str | None = None
     mass: StepMass | None = None
@@ -40,10 +40,10 @@ class SieveBuilder(CPUAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.engine = engine_for(vllm_config)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        impls = {name: layer.impl for name, layer in layers.items()}
         self.sparse: dict[str, SieveImpl] = {
-            name: layer.impl for name, layer in layers.items() if isinstance(layer.impl, SieveImpl)
+            name: impl for name, impl in impls.items() if isinstance(impl, SieveImpl) and impl.is_sparse(name)
         }
-        self.sparse = {name: impl for name, impl in self.sparse.items() if impl.is_sparse(name)}
         self.dense = len(self.sparse) < len(layer_names)
         self.requests: RequestRows | None = None
         self.clock: MassClock | None = None
@@ -78,7 +78,7 @@ class SieveBuilder(CPUAttentionMetadataBuilder):
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata = self._metadata(common_prefix_len, common_attn_metadata, fast_build)
         batch = batch_of(common_attn_metadata)
-        plan = metadata.plan = StepPlan(batch, self.engine.settings.page_size, self.block_size)
+        plan = metadata.plan = BatchPlan(batch, self.engine.settings.page_size, self.block_size)
         if self.requests is not None:
             self._follow(self.requests, batch, metadata)
         if plan.prefilling is not None:

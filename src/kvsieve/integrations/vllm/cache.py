@@ -35,11 +35,6 @@ class PagePool(LayerPool):
             self.summaries = {name: self._made(spec, self.pages) for name, spec in summary_fields.items()}
             self.state = {name: self._made(spec, state_rows) for name, spec in state_fields.items()}
 
-    @property
-    def side_bytes(self) -> int:
-        """Memory of the side fields."""
-        return sum(field.nbytes for field in (*self.summaries.values(), *self.state.values()))
-
     def _made(self, spec: FieldSpec, size: int) -> torch.Tensor:
         return self._storage(size, spec.shape, spec.dtype or self.dtype)
 

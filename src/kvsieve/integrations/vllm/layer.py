@@ -12,19 +12,21 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl, CPUAttentionMetadata
 
 from kvsieve.backends.base import AttentionOptions
+from kvsieve.backends.seeding import seed_mass
 from kvsieve.call import DENSE
 from kvsieve.errors import ConfigError
 from kvsieve.integrations.vllm.cache import CachePool
 from kvsieve.integrations.vllm.engine import Engine, engine_for
 from kvsieve.integrations.vllm.mass import Prompt, StepMass
 from kvsieve.integrations.vllm.plan import Decoding
-from kvsieve.integrations.vllm.prefill import Scratch
+from kvsieve.integrations.vllm.prefill import ScratchCache
 from kvsieve.integrations.vllm.tally import LayerKind
+from kvsieve.plan import Quota
 
 if TYPE_CHECKING:
     from kvsieve.integrations.vllm.builder import SieveMetadata
 
-SCRATCH = Scratch()
+SCRATCH = ScratchCache()
 """Of all layers: they run one after the other."""
 
 
@@ -129,7 +131,7 @@ class SieveImpl(CPUAttentionBackendImpl):
     ) -> torch.Tensor:
         """q [R, H, G, D] -> [R, Hq, D]."""
         backend = self.engine.backend
-        quota = rows.quota(self.budget, self.graphs.score is not None, bool(self.graphs.state_writes))
+        quota = self._quota(rows)
         scores = None
         if quota.window is not None:
             places = quota.window.requests
@@ -147,6 +149,9 @@ class SieveImpl(CPUAttentionBackendImpl):
             self.engine.recorder.step(self, pool, rows, quota, q, scores, selection, out, lse, scales)
         return out.flatten(1, 2)
 
+    def _quota(self, rows: Decoding) -> Quota:
+        return rows.quota(self.budget, self.graphs.score is not None, bool(self.graphs.state_writes))
+
     def _options(self) -> AttentionOptions:
         sinks = None if self.sinks is None else self.sinks.reshape(self.num_kv_heads, -1)
         return AttentionOptions(self.scale, self.logits_soft_cap or None, sinks)
@@ -156,34 +161,29 @@ class SieveImpl(CPUAttentionBackendImpl):
         wanted = self.engine.settings.flow.mass
         assert wanted is not None
         for prompt in mass.committed:
-            self._count_queries(pool, prompt, self._kept.pop(prompt.row))
+            self._seed(pool, prompt, self._kept.pop(prompt.row))
         for prompt in mass.prompts:
             asked = q[prompt.tokens]
             if self.engine.recorder is not None:
                 self.engine.recorder.prompt(self, pool, prompt.pages, prompt.length, asked)
             if prompt.update is not None:
-                self._count_queries(pool, prompt, asked)
+                self._seed(pool, prompt, asked)
             elif wanted.window is not None:
                 earlier = [] if prompt.fresh else [self._kept[prompt.row]]
                 self._kept[prompt.row] = torch.cat([*earlier, asked])[-wanted.window :].clone()
 
-    def _count_queries(self, pool: CachePool, prompt: Prompt, q: torch.Tensor) -> None:
+    def _seed(self, pool: CachePool, prompt: Prompt, q: torch.Tensor) -> None:
         """Add the attention of consecutive prompt queries [n, H, G, D] to their request's mass."""
-        update, pages = prompt.update, len(prompt.pages)
-        assert update is not None
-        if update.rebase is not None:
-            pool.rebase_mass(prompt.rows, update.rebase)
+        assert prompt.update is not None
         options = replace(self._options(), mass=self.engine.settings.flow.mass)
-        sums = self.engine.backend.prompt_mass(q, pool, prompt.pages, update.first, options)
-        padded = torch.nn.functional.pad(sums * update.unit, (0, pages * pool.page_size - sums.shape[1]))
-        pool.add_mass(prompt.rows.expand(len(sums), -1), padded.unflatten(1, (pages, pool.page_size)))
+        seed_mass(self.engine.backend, q, pool, prompt.pages, prompt.rows, prompt.update, options)
 
     def _audit(self, pool: CachePool, rows: Decoding, q: torch.Tensor, lse: torch.Tensor) -> None:
         """What share of the exact attention the selection held, on average over rows that left pages out."""
         everything = rows.quota(DENSE, False, False)
         pages = self.engine.backend.select(None, everything, pool.num_kv_heads)
         exact = self.engine.backend.attend(q, pool, rows.rows, pages, self._options())[1]
-        quota = rows.quota(self.budget, self.graphs.score is not None, bool(self.graphs.state_writes))
+        quota = self._quota(rows)
         held = torch.exp(lse - exact)[quota.pages > quota.count]
         self.engine.counters.add(audits=1, captured=float(held.mean()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from kvsieve.errors import ConfigError
@@ -66,7 +67,7 @@ def refuse_block_size(page_size: int, block_size: int) -> None:
         fitting = [size for size in range(1, block_size + 1) if block_size % size == 0]
         raise ConfigError(
             f"page_size {page_size} does not divide vLLM's blocks of {block_size} tokens: expected one of {fitting}, "
-            f"or --block-size {page_size * 32 // _common(page_size)}"
+            f"or --block-size {math.lcm(page_size, 32)}"
         )
 
 
@@ -85,8 +86,3 @@ def refuse_layer(name: str, layer: Any) -> None:
         needs = f"values of another width ({layer.head_size_v}) than keys ({layer.head_size})"
     if needs:
         raise ConfigError(f"layer {name} needs {needs}, which the plug-in does not offer: put it into skip_layers")
-
-
-def _common(page_size: int) -> int:
-    """The greatest power of two up to 32 that divides a page size."""
-    return min(32, page_size & -page_size)

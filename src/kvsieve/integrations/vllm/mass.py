@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvsieve.integrations.vllm.plan import Batch, StepPlan
+from kvsieve.integrations.vllm.plan import Batch, BatchPlan
 from kvsieve.integrations.vllm.requests import StateRows
 from kvsieve.mass import LARGEST_UNIT, AttentionMass, MassUpdate
 from kvsieve.plan import MassRows
@@ -63,7 +63,7 @@ class MassClock:
         self.age = torch.zeros(rows + 1, dtype=torch.int64)
         self.kept = torch.zeros(rows + 1, dtype=torch.int64)
 
-    def step(self, batch: Batch, plan: StepPlan, state: StateRows) -> StepMass:
+    def step(self, batch: Batch, plan: BatchPlan, state: StateRows) -> StepMass:
         """Account for a step; call it once a step, in order."""
         self.age[state.rows[state.new]] = 0
         self.kept[state.rows[state.new]] = 0

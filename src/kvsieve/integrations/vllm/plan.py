@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from kvsieve.budget import Budget
-from kvsieve.plan import Quota, Rows, Window
+from kvsieve.plan import Quota, Rows
+from kvsieve.window import Window
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Decoding:
         return first[:, None] + torch.arange(self.table.shape[1], device=first.device)
 
 
-class StepPlan:
+class BatchPlan:
     """A step: ``decoding`` and ``prefilling`` rows (None if there are none), the pages that it fills [C] and the state
     rows that enter [E]."""
 

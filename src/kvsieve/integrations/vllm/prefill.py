@@ -68,7 +68,7 @@ class Prefill:
         )
 
     def attend(
-        self, impl: Any, pool: CachePool, scratch: Scratch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, impl: Any, pool: CachePool, scratch: ScratchCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """Causal attention of these rows' new tokens: q [T, Hq, D], k, v [T, H, D] -> [T, Hq, D]."""
         from vllm import _custom_ops as ops
@@ -99,7 +99,7 @@ class Prefill:
         return out
 
 
-class Scratch:
+class ScratchCache:
     """A cache for the kernel, shared by all layers: it holds the requests of one layer's call at a time."""
 
     def __init__(self) -> None:

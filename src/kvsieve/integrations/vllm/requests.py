@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvsieve.integrations.vllm.plan import Batch, StepPlan, ragged
+from kvsieve.integrations.vllm.plan import Batch, BatchPlan, ragged
 
 NOBODY = 0
 
@@ -59,7 +59,7 @@ class RequestRows:
         """State rows in all, the null ones included."""
         return (self.rows + 1) * self.max_pages
 
-    def step(self, batch: Batch, plan: StepPlan) -> StateRows | None:
+    def step(self, batch: Batch, plan: BatchPlan) -> StateRows | None:
         """Rows of the step's requests; new requests get one. Call it once a step, in order."""
         written = batch.slots[batch.slots >= 0] // self.block_size
         self._grow(int(max(batch.blocks.max(), written.max() if len(written) else 0)) + 1)
@@ -84,7 +84,7 @@ class RequestRows:
         first = rows * self.max_pages
         return StateRows(places, rows, first, new, self._entered(first, torch.where(new, 0, starts), lengths))
 
-    def _tracked(self, plan: StepPlan) -> torch.Tensor | None:
+    def _tracked(self, plan: BatchPlan) -> torch.Tensor | None:
         """Places of the requests that have rows: decoding ones first."""
         found = [] if plan.decoding is None else [plan.decoding.places]
         if self.prompts and plan.prefilling is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvsieve.budget import Budget
 from kvsieve.integrations.vllm.counters import Counters
-from kvsieve.integrations.vllm.plan import Decoding, StepPlan
+from kvsieve.integrations.vllm.plan import BatchPlan, Decoding
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Tally:
     def __init__(self, kinds: Iterable[LayerKind], counters: Counters) -> None:
         self._kinds, self._counters = Counter(kinds), counters
 
-    def count(self, plan: StepPlan, tokens: int) -> bool:
+    def count(self, plan: BatchPlan, tokens: int) -> bool:
         """Count a step of so many tokens; whether it leaves pages out."""
         decoding = plan.decoding
         self._counters.add(prefill_tokens=tokens - (0 if decoding is None else len(decoding.places)))

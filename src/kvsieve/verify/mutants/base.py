@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from kvsieve.plan import Window
+from kvsieve.window import Window
 
 STEP, LIFE_CYCLE, TRANSFORMERS, MASS, EVICTION = "step", "life cycle", "transformers", "mass", "eviction"
 

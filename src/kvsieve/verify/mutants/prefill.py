@@ -12,8 +12,9 @@ from kvsieve.backends.eager import EagerBackend
 from kvsieve.budget import Budget
 from kvsieve.call import Call
 from kvsieve.paging.allocator import NULL_BLOCK
-from kvsieve.plan import Plan, Quota, Window, Writes
+from kvsieve.plan import Plan, Quota, Writes
 from kvsieve.verify.mutants.base import Table, with_columns
+from kvsieve.window import Window
 
 TABLE = Table()
 fault = TABLE.fault

@@ -11,8 +11,8 @@ import torch
 from kvsieve.backends import eager
 from kvsieve.backends.eager import EagerBackend
 from kvsieve.layers import Layers
-from kvsieve.plan import Window
 from kvsieve.verify.mutants.base import Table, with_columns
+from kvsieve.window import Window
 
 TABLE = Table()
 fault = TABLE.fault

@@ -9,6 +9,5 @@ from kvsieve.backends.triton.generate.program import (
     generate_score,
     generate_summarize,
 )
-from kvsieve.backends.triton.generate.window import ScoreWindow
 
-__all__ = ["Refused", "ScoreProgram", "ScoreWindow", "SummarizeProgram", "generate_score", "generate_summarize"]
+__all__ = ["Refused", "ScoreProgram", "SummarizeProgram", "generate_score", "generate_summarize"]

@@ -13,8 +13,7 @@ from kvsieve.backends.triton.generate.ir import Op
 @dataclass(frozen=True)
 class Argument:
     """``source``: ``field``, ``field_head``, ``field_page`` (strides), ``input`` (of the window or the call),
-    ``constant``, ``scratch``, ``whole`` (scratch of all
-    chunks together), ``chunks`` and ``pages`` (of a stage)."""
+    ``constant``, ``scratch``, ``whole`` (scratch of all chunks together), ``chunks`` and ``pages`` (of a stage)."""
 
     name: str
     source: str
@@ -33,6 +32,7 @@ class Scratch:
 
     @property
     def elements(self) -> int:
+        """Elements of one page or chunk."""
         return math.prod(self.shape)
 
 
@@ -44,9 +44,11 @@ class Arguments:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def add(self, name: str, source: str, key: str = "") -> str:
+        """An argument of the kernel, and its name."""
         self.listed.setdefault(name, Argument(name, source, key or name))
         return name
 
     def constant(self, op: Op, name: str) -> str:
+        """The pointer to a tensor of the flow."""
         self.constants[name] = op.data
         return self.add(f"{name}_ptr", "constant", name)

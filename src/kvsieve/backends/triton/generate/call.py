@@ -30,10 +30,12 @@ class Call:
 
     @property
     def name(self) -> str:
+        """The op's, as in the op table."""
         return self.view.name
 
     @property
     def shape(self) -> Shape:
+        """Of the result, for one segment."""
         return self.view.shape
 
     @property
@@ -46,6 +48,7 @@ class Call:
         return dtype
 
     def of(self, node: fx.Node) -> Op:
+        """What a node has become."""
         value = self.values[node]
         assert isinstance(value, Op)
         return value
@@ -69,6 +72,7 @@ class Call:
         return result.dtype if isinstance(result, torch.Tensor) else torch.result_type(torch.empty(0), result)
 
     def refuse(self, why: str) -> Refused:
+        """The error that names this op and its shapes."""
         shapes = ", ".join(show(self.view.shape_of(node)) for node in self.view.node.all_input_nodes)
         return Refused(f"op {self.name} on {shapes}: {why}")
 

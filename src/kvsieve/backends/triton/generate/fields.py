@@ -35,6 +35,7 @@ def _load(
 
 
 def field(printer: Printer, op: Op, shift: int) -> Tile:
+    """A stored field of the pages, through their table, in the dtype that is computed in; 0 beyond the window."""
     name, rank = op.data, printer.lead + len(op.statics)
     valid = printer.shifted(shift)[1]
     place = "block" if printer.summaries else printer.row(shift) if name in printer.states else printer.block(shift)
@@ -50,7 +51,7 @@ def field(printer: Printer, op: Op, shift: int) -> Tile:
     text = _load(printer, pointer, places, (printer.page(rank, valid),), op.statics, rank, _policy(op))
     text += f".to({TRITON_TYPES[op.dtype]})"
     text += " * mass_scale" if _scaled(printer, op) else ""
-    return Tile(text, (PAGES, *((HEADS,) if printer.wide else ()), *(printer.pad(size) for size in op.statics)))
+    return Tile(text, printer.full(op.statics))
 
 
 def _row_of_heads(printer: Printer, op: Op, pointer: str, place: str, valid: str) -> Tile:
@@ -78,6 +79,7 @@ def _scaled(printer: Printer, op: Op) -> bool:
 
 
 def query(printer: Printer, op: Op, shift: int) -> Tile:
+    """The query rows of the request and KV head: float32 [1, group, head_dim]."""
     rank = printer.lead + 2
     group, width = op.statics
     g = f"tl.arange(0, {printer.pad(group)}){axis_index(rank - 2, rank)}"
@@ -88,10 +90,11 @@ def query(printer: Printer, op: Op, shift: int) -> Tile:
     where = f"{printer.arguments.add('q_ptr', 'input')} + request * q_request + {printer.head(rank)} * q_head"
     mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
     text = f"tl.load({where} + {g} * q_group + {d}{mask}).to(tl.float32)"
-    return Tile(text, (1, *((HEADS,) if printer.wide else ()), printer.pad(group), printer.pad(width)))
+    return Tile(text, printer.full(op.statics, 1))
 
 
 def constant(printer: Printer, op: Op, shift: int) -> Tile:
+    """A tensor of the flow, the same for every page."""
     rank = printer.lead + len(op.statics)
     name = printer.names.kept(op, op.name or "constant")
     pointer = printer.arguments.constant(op, name)
@@ -101,25 +104,27 @@ def constant(printer: Printer, op: Op, shift: int) -> Tile:
 
 
 def position(printer: Printer, op: Op, shift: int) -> Tile:
+    """Positions of the pages' first tokens: float32 [PAGES]."""
     page = printer.page(printer.lead, printer.shifted(shift)[0])
     return Tile(f"((sink + {page}) * page_size).to(tl.float32)", (PAGES, *printer.ones()[1:]))
 
 
 def age(printer: Printer, op: Op, shift: int) -> Tile:
+    """Tokens since the pages' last ones: float32 [PAGES]."""
     printer.vector("length", f"tl.load({printer.arguments.add('lengths_ptr', 'input')} + place)")
     page = printer.page(printer.lead, printer.shifted(shift)[0])
     return Tile(f"(length - (sink + {page} + 1) * page_size).to(tl.float32)", (PAGES, *printer.ones()[1:]))
 
 
 def stored(printer: Printer, op: Op, shift: int) -> Tile:
+    """A value per page that an earlier stage has left in scratch memory."""
     scratch, rank = printer.scratch[id(op)], printer.lead + len(op.statics)
     page, valid = printer.shifted(shift)
     printer.arguments.add(f"{scratch.name}_ptr", "scratch", scratch.name)
     place = f"({printer.segment(rank)} * width_bound + {printer.page(rank, page)}){times(op.elements)}"
     text = _load(printer, f"{scratch.name}_ptr", (place,), (printer.page(rank, valid),), op.statics, rank)
     text += f".to({TRITON_TYPES[op.dtype]})" if op.dtype is torch.bool else ""
-    tile = Tile(text, (PAGES, *((HEADS,) if printer.wide else ()), *(printer.pad(size) for size in op.statics)))
-    return printer.named(op, tile, scratch.name)
+    return printer.named(op, Tile(text, printer.full(op.statics)), scratch.name)
 
 
 LEAVES: dict[str, Callable[[Printer, Op, int], Tile]] = {

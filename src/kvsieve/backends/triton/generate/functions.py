@@ -33,6 +33,7 @@ def _times(a, b):
 
 @triton.jit
 def log_add(a, b):
+    """log(exp(a) + exp(b)); -inf where both are."""
     high = tl.maximum(a, b)
     finite = tl.where(high == float("-inf"), 0.0, high)
     return tl.log(tl.exp(a - finite) + tl.exp(b - finite)) + finite
@@ -79,14 +80,7 @@ if INTERPRETED:  # its own reductions are fast, those with a function of ours go
         return tl.where((a != a) | (b != b), float("nan"), tl.minimum(a, b))
 
 else:
-
-    @triton.jit
-    def maximum(a, b):
-        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-    @triton.jit
-    def minimum(a, b):
-        return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    maximum, minimum = _greater, _less
 
     @triton.jit
     def max(x, axis: tl.constexpr, keep: tl.constexpr = False):
@@ -102,6 +96,7 @@ else:
 
 @triton.jit
 def floor_div(a, b):
+    """Integers, rounded down; any number where b is 0."""
     b = tl.where(b == 0, 1, b)
     quotient = a // b
     return tl.where((a - quotient * b != 0) & ((a < 0) != (b < 0)), quotient - 1, quotient)
@@ -109,11 +104,13 @@ def floor_div(a, b):
 
 @triton.jit
 def trunc_div(a, b):
+    """Integers, rounded toward 0; any number where b is 0."""
     return a // tl.where(b == 0, 1, b)
 
 
 @triton.jit
 def int_remainder(a, b):
+    """Integers; the sign is b's."""
     b = tl.where(b == 0, 1, b)
     rest = a % b
     return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
@@ -121,11 +118,13 @@ def int_remainder(a, b):
 
 @triton.jit
 def int_fmod(a, b):
+    """Integers; the sign is a's."""
     return a % tl.where(b == 0, 1, b)
 
 
 @triton.jit
 def int_pow(a, n: tl.constexpr):
+    """The product of n factors."""
     result = a * 0 + 1
     for _ in tl.static_range(n):
         result = result * a
@@ -151,22 +150,26 @@ def round(x):
 
 @triton.jit
 def sign(x):
+    """-1, 0 or 1; NaN stays."""
     return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, x * 0.0))
 
 
 @triton.jit
 def fmod(a, b):
+    """The sign is a's."""
     return a - trunc(a / b) * b
 
 
 @triton.jit
 def remainder(a, b):
+    """The sign is b's."""
     rest = a - trunc(a / b) * b
     return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
 
 
 @triton.jit
 def is_negative(x):
+    """The sign bit: -0 has it, too."""
     return x.to(tl.int32, bitcast=True) < 0
 
 
@@ -178,6 +181,7 @@ def copysign(a, b):
 
 @triton.jit
 def xlogy(a, b):
+    """a log(b), 0 where a is 0; NaN of b stays."""
     return tl.where(a == 0, tl.where(b != b, b, 0.0), a * tl.log(b))
 
 

@@ -43,6 +43,7 @@ class Op:
 
     @property
     def page_axis(self) -> int | None:
+        """Where the page axis is among all axes; None if there is none."""
         return self.shape.index(None) if None in self.shape else None
 
     @property
@@ -81,6 +82,7 @@ class Builder:
     _made: dict[Any, Op] = field(default_factory=dict)
 
     def make(self, kind: str, shape: Shape, dtype: torch.dtype, operands: Sequence[Op] = (), data: Any = None) -> Op:
+        """The op of a kind, made anew unless there is an equal one."""
         key = kind, shape, dtype, tuple(map(id, operands)), _key(data)
         if key not in self._made:
             paged = any(op.paged for op in operands) or kind in ("position", "age")
@@ -113,6 +115,7 @@ class Builder:
         return self.make("map", shape, dtype or operands[0].dtype, operands, text)
 
     def cast(self, x: Op, dtype: torch.dtype) -> Op:
+        """The value in another dtype; a number stays a number."""
         if x.dtype is dtype:
             return x
         if x.kind == "number":
@@ -122,6 +125,7 @@ class Builder:
         return self.map(f"{{0}}.to({TRITON_TYPES[dtype]})", x, dtype=dtype)
 
     def where(self, condition: Op, x: Op, y: Op) -> Op:
+        """x where the condition (bool) holds, else y."""
         return self.map("tl.where({0}, {1}, {2})", condition, x, y, dtype=x.dtype)
 
     # Views
@@ -157,6 +161,7 @@ class Builder:
         return self.regroup(result, kept) if keepdim else result
 
     def scan(self, kind: str, x: Op, axis: int) -> Op:
+        """A running reduction along a static axis."""
         return self.make("scan", x.shape, x.dtype, (x,), (kind, axis))
 
     def gather(self, x: Op, axis: int, index: Op) -> Op:
@@ -192,6 +197,7 @@ class Builder:
         return whole if part == 0 else self.make("fold", shape, x.dtype, (x,), (kind, part))
 
     def running(self, kind: str, x: Op) -> Op:
+        """A running reduction over the pages of the window."""
         op = self.make("running", x.shape, x.dtype, (x,), kind)
         op.paged = True
         return op

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,7 +12,7 @@ from kvsieve.backends.triton.generate.arguments import Argument, Scratch
 from kvsieve.backends.triton.generate.ir import Op
 from kvsieve.backends.triton.generate.layout import broken
 from kvsieve.backends.triton.generate.printer import Printer
-from kvsieve.backends.triton.generate.stages import Plan
+from kvsieve.backends.triton.generate.stages import StagePlan
 from kvsieve.backends.triton.generate.tile import Tile, times
 
 HEAD = '''"""{title}
@@ -96,7 +96,7 @@ class Form:
 
 def print_stage(
     name: str,
-    plan: Plan,
+    plan: StagePlan,
     number: int,
     scratch: Mapping[object, Scratch],
     states: Collection[str],
@@ -115,26 +115,24 @@ def print_stage(
             _store_partial(printer, scratch[partial, component], tile)
     for op in stage.stored:
         base = f"{printer.segment(_rank(printer, op))} * width_bound"
-        _store(printer, op, scratch[id(op)].name, "scratch", base, "page")
+        _store(printer, op, scratch[id(op)].name, "scratch", base)
     for output, op in stage.outputs.items():
         _store_output(printer, output, op, summaries)
     kernel = _kernel(name, printer)
     return replace(kernel, source=_function(kernel, _body(kernel, printer, summaries)))
 
 
-def print_gathering(name: str, plan: Plan, number: int, scratch: Mapping[object, Scratch]) -> Kernel:
+def print_gathering(name: str, plan: StagePlan, number: int, scratch: Mapping[object, Scratch]) -> Kernel:
     """The kernel that puts the chunks of stage ``number`` together, once for each segment, where they are many."""
     printer = Printer(plan, number, False, frozenset(), dict(scratch))
     printer.arguments.add("widths_ptr", "input")
     for partial in plan.stages[number].partials:
         for component, tile in zip(partial.components, folds.combined(printer, partial, "chunks"), strict=True):
             one, rank = scratch[partial, component], len(tile.dims or ())
-            offsets, mask = printer.inner(one.shape, rank)
             pointer = printer.arguments.add(f"{one.name}_all_ptr", "whole", one.name)
             page = f"tl.arange(0, 1){printer.page_index(rank)}"
             place = f"({printer.segment(rank)} + {page}){times(one.elements)}"
-            where = " + ".join(part for part in (pointer, place, offsets) if part)
-            printer.page_lines.append(f"tl.store({where}, {tile.text}{f', mask={mask}' if mask else ''})")
+            _put(printer, pointer, (place,), tile.text, one.shape, rank)
     kernel = _kernel(name, printer)
     body = [*_GATHERING_PROLOGUE.splitlines(), *printer.fixed_lines, *printer.page_lines, "let_next_start(PDL)"]
     return replace(kernel, source=_function(kernel, body))
@@ -188,33 +186,43 @@ def _rank(printer: Printer, op: Op) -> int:
     return printer.lead + len(op.statics)
 
 
+def _put(
+    printer: Printer,
+    pointer: str,
+    places: Sequence[str],
+    text: str,
+    statics: Sequence[int],
+    rank: int,
+    valid: str = "",
+) -> None:
+    """Store contiguous static axes at places that have the axes of a tile."""
+    offsets, mask = printer.inner(statics, rank)
+    where = " + ".join(part for part in (pointer, *places, offsets) if part)
+    cut = " & ".join(part for part in (valid, mask) if part)
+    printer.page_lines.append(f"tl.store({where}, {text}{f', mask={cut}' if cut else ''})")
+
+
 def _store_partial(printer: Printer, scratch: Scratch, tile: Tile) -> None:
     rank = len(tile.dims or ())
-    shape = scratch.shape
-    offsets, mask = printer.inner(shape, rank)
     pointer = printer.arguments.add(f"{scratch.name}_ptr", "scratch", scratch.name)
     chunk = f"chunk + tl.arange(0, 1){printer.page_index(rank)}"
-    where = " + ".join(part for part in (pointer, folds.place(printer, scratch, chunk, rank), offsets) if part)
-    printer.page_lines.append(f"tl.store({where}, {tile.text}{f', mask={mask}' if mask else ''})")
+    _put(printer, pointer, (folds.place(printer, scratch, chunk, rank),), tile.text, scratch.shape, rank)
 
 
-def _store(printer: Printer, op: Op, name: str, source: str, base: str, page: str) -> None:
+def _store(printer: Printer, op: Op, name: str, source: str, base: str) -> None:
     """Per page: rows of the op's elements."""
     rank = _rank(printer, op)
     tile = printer.solid(op, paged=True)
-    offsets, mask = printer.inner(op.statics, rank)
     pointer = printer.arguments.add(f"{name}_ptr", source, name)
-    row = f"({base} + {printer.page(rank, page)}){times(op.elements)}"
-    where = " + ".join(part for part in (pointer, row, offsets) if part)
-    cut = " & ".join(part for part in (printer.valid(0, rank), mask) if part)
+    row = f"({base} + {printer.page(rank)}){times(op.elements)}"
     text = f"{tile.text}.to(tl.int8)" if op.dtype is torch.bool and source == "scratch" else tile.text
-    printer.page_lines.append(f"tl.store({where}, {text}, mask={cut})")
+    _put(printer, pointer, (row,), text, op.statics, rank, printer.valid(0, rank))
 
 
 def _store_output(printer: Printer, name: str, op: Op, summaries: bool) -> None:
     rank = _rank(printer, op)
     if name == "scores" and not summaries:
-        _store(printer, op, "scores", "input", f"{printer.segment(rank)} * width_bound", "page")
+        _store(printer, op, "scores", "input", f"{printer.segment(rank)} * width_bound")
         return
     tile = printer.solid(op, paged=True)
     page = "block" if summaries else printer.row()
@@ -223,7 +231,5 @@ def _store_output(printer: Printer, name: str, op: Op, summaries: bool) -> None:
         f"{printer.head(rank)} * {printer.arguments.add(f'{name}_head', 'field_head', name)}",
         f"{printer.page(rank, page)} * {printer.arguments.add(f'{name}_page', 'field_page', name)}",
     )
-    offsets, mask = printer.inner(op.statics, rank)
-    where = " + ".join(part for part in (pointer, *places, offsets) if part)
-    cut = " & ".join(part for part in (printer.valid(0, rank), mask) if part)
-    printer.page_lines.append(f"tl.store({where}, {tile.text}.to({pointer}.dtype.element_ty), mask={cut})")
+    text = f"{tile.text}.to({pointer}.dtype.element_ty)"
+    _put(printer, pointer, places, text, op.statics, rank, printer.valid(0, rank))

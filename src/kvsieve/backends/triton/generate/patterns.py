@@ -41,15 +41,15 @@ def _replaced(b: Builder, op: Op, bounds: Bounds) -> Op:
     if op.kind == "reduce" and op.data[0] == "sum" and op.operands[0].kind == "map":
         (x,), (_, axes) = op.operands, op.data
         if x.data == PRODUCT:
-            return _as_contraction(b, op, x, axes) or op
+            return _as_contraction(b, x, axes) or op
         if x.data == MAXIMUM:
-            return _as_bound(b, op, x, axes, bounds) or op
+            return _as_bound(b, x, axes, bounds) or op
     if op.kind == "contract":
         return _without_factor(b, op)
     return op
 
 
-def _as_contraction(b: Builder, op: Op, product: Op, axes: tuple[int, ...]) -> Op | None:
+def _as_contraction(b: Builder, product: Op, axes: tuple[int, ...]) -> Op | None:
     """``(a * x).sum(axes)`` with a query-side ``a``."""
     a, x = product.operands
     if a.paged:
@@ -78,7 +78,7 @@ def _letters(b: Builder, x: Op, shape: Shape, letters: str) -> tuple[Op, str]:
     return x, kept
 
 
-def _as_bound(b: Builder, op: Op, larger: Op, axes: tuple[int, ...], bounds: Bounds) -> Op | None:
+def _as_bound(b: Builder, larger: Op, axes: tuple[int, ...], bounds: Bounds) -> Op | None:
     """``max(a * high, a * low).sum()`` is ``max(a, 0) . high + min(a, 0) . low`` where nowhere high < low.
 
     Each term of the one sum is a term of one of the two: no rounding is added. (An infinite bound gives NaN.)
@@ -98,7 +98,7 @@ def _as_bound(b: Builder, op: Op, larger: Op, axes: tuple[int, ...], bounds: Bou
         parts = []
         for text, x in (("f.maximum({0}, {1})", high), ("f.minimum({0}, {1})", low)):
             part = b.map(text, a, zero)
-            parts.append(_as_contraction(b, op, b.map(PRODUCT, part, x), axes))
+            parts.append(_as_contraction(b, b.map(PRODUCT, part, x), axes))
         return b.map("({0} + {1})", parts[0], parts[1]) if parts[0] and parts[1] else None
     return None
 

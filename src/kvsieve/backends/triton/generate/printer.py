@@ -12,7 +12,7 @@ from kvsieve.backends.triton.generate import dots, fields, folds, views
 from kvsieve.backends.triton.generate.arguments import Arguments, Scratch
 from kvsieve.backends.triton.generate.ir import TRITON_TYPES, Op
 from kvsieve.backends.triton.generate.names import Names
-from kvsieve.backends.triton.generate.stages import Partial, Plan, running_partial
+from kvsieve.backends.triton.generate.stages import Partial, StagePlan, running_partial
 from kvsieve.backends.triton.generate.tile import (
     HEADS,
     PAGES,
@@ -22,10 +22,10 @@ from kvsieve.backends.triton.generate.tile import (
     identity,
     joined,
     literal,
-    padded,
     reshaped,
     shape_text,
 )
+from kvsieve.backends.triton.launch import power_of_two
 from kvsieve.ops import show
 
 
@@ -36,7 +36,7 @@ class Printer:
     ``largest``: elements per page of the largest tile; ``fixed``: of the largest without pages.
     """
 
-    plan: Plan
+    plan: StagePlan
     stage: int
     wide: bool
     states: frozenset[str]
@@ -63,7 +63,7 @@ class Printer:
 
     def pad(self, size: int) -> int:
         """The size of an axis in a tile."""
-        return max(padded(size), self.pads.get(size, 1))
+        return power_of_two(size, self.pads.get(size, 1))
 
     @property
     def lead(self) -> int:
@@ -71,12 +71,19 @@ class Printer:
         return 2 if self.wide else 1
 
     def ones(self, statics: Sequence[int] = ()) -> tuple[Dim, ...]:
+        """The sizes of a tile that is the same for all pages and heads."""
         return (*(1,) * self.lead, *statics)
 
+    def full(self, statics: Sequence[int], pages: Dim = PAGES) -> tuple[Dim, ...]:
+        """The sizes of a tile of all heads that it may hold, with static axes of such sizes."""
+        return (pages, *((HEADS,) if self.wide else ()), *(self.pad(size) for size in statics))
+
     def head(self, rank: int) -> str:
+        """The KV head, or all of them along their axis of a tile."""
         return f"head{axis_index(1, rank)}" if self.wide else "head"
 
     def page(self, rank: int, name: str = "page") -> str:
+        """A vector over pages along the page axis of a tile."""
         return f"{name}{axis_index(0, rank)}"
 
     def page_index(self, rank: int) -> str:
@@ -122,6 +129,7 @@ class Printer:
         return self.vector(name + page.removeprefix("page"), text)
 
     def valid(self, shift: int, rank: int) -> str:
+        """Where there are pages of the window, along the page axis of a tile."""
         return self.page(rank, self.shifted(shift)[1])
 
     # Values
@@ -161,6 +169,7 @@ class Printer:
         return self.assign(name, tile, show(op.shape), of_chunk)
 
     def assign(self, name: str, tile: Tile, comment: str = "", of_chunk: bool = False) -> Tile:
+        """A line that gives the tile a name."""
         assert tile.dims is not None
         self.lines(of_chunk or PAGES in tile.dims).append(
             f"{name} = {tile.text}" + (f"  # {comment}" if comment else "")
@@ -179,9 +188,7 @@ class Printer:
     def solid(self, op: Op, shift: int = 0, paged: bool = False) -> Tile:
         """The value with all static axes (and pages and heads, if ``paged``) at full size."""
         tile = self.value(op, shift)
-        wanted = self.ones([self.pad(size) for size in op.statics])
-        if paged:
-            wanted = (PAGES, *((HEADS,) if self.wide else ()), *wanted[self.lead :])
+        wanted = self.full(op.statics) if paged else self.ones([self.pad(size) for size in op.statics])
         if tile.dims is None:
             return Tile(f"tl.full({shape_text(wanted)}, {tile.text}, {TRITON_TYPES[op.dtype]})", wanted)
         dims = joined(tile.dims, wanted)

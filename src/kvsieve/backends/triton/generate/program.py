@@ -1,120 +1,33 @@
-"""Generated programs: the kernels of ``score`` and ``summarize``, and how they are launched."""
+"""Generated programs: the kernels of ``score`` and ``summarize``, by what they depend on beside the flow."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from types import ModuleType
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import triton.language as tl
 
 from kvsieve.backends.triton.generate import dots
-from kvsieve.backends.triton.generate.arguments import Argument, Scratch
+from kvsieve.backends.triton.generate.arguments import Scratch
 from kvsieve.backends.triton.generate.errors import Refused
 from kvsieve.backends.triton.generate.ir import Op, walk
 from kvsieve.backends.triton.generate.kernel import HEAD, Form, Kernel, print_gathering, print_stage
-from kvsieve.backends.triton.generate.loader import load_source
 from kvsieve.backends.triton.generate.names import Names
 from kvsieve.backends.triton.generate.patterns import Bounds, bounds_of, rewrite
-from kvsieve.backends.triton.generate.stages import Plan
+from kvsieve.backends.triton.generate.run import Built, Launch
+from kvsieve.backends.triton.generate.stages import StagePlan
 from kvsieve.backends.triton.generate.translate import translate
-from kvsieve.backends.triton.generate.tuning import GATHERED, GATHERING, Tiling, is_wide, tiling
-from kvsieve.backends.triton.generate.window import ScoreWindow
-from kvsieve.backends.triton.launch import INTERPRETED, dependent_launch
+from kvsieve.backends.triton.generate.tuning import GATHERED, is_wide, tiling
 from kvsieve.flow import flow_name
 from kvsieve.graph import FlowGraphs
 from kvsieve.paging.pool import LayerPool
+from kvsieve.window import Window
 
 SHOWN_HEADS = 8
 """KV heads of the source that is shown."""
-
-
-@dataclass
-class Built:
-    """Kernels for a number of KV heads, with their tiles; one module holds them all."""
-
-    kernels: list[Kernel]
-    tilings: list[Tiling]
-    gatherings: dict[int, Kernel]
-    source: str
-    _constants: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
-
-    @cached_property
-    def module(self) -> ModuleType:
-        """The kernels, imported."""
-        return load_source(self.kernels[0].name.rpartition("_")[0], self.source)
-
-    def constant(self, kernel: Kernel, name: str, device: torch.device) -> torch.Tensor:
-        key = f"{kernel.name}.{name}", device
-        if key not in self._constants:
-            self._constants[key] = kernel.constants[name].to(device).contiguous()
-        return self._constants[key]
-
-
-@dataclass
-class Launch:
-    """One run of a program: its inputs, and the memory between its stages."""
-
-    built: Built
-    heads: int
-    requests: int
-    call: Mapping[str, Any]
-    pool: LayerPool
-    chunks: list[int]
-    """Per stage, as many as the next stages combine."""
-    memory: dict[str, torch.Tensor] = field(default_factory=dict)
-    whole: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def reserve(self, one: Scratch, pages: int) -> None:
-        """Memory for a value of so many pages, or chunks of pages, of each segment."""
-        self.memory[one.name] = self._empty(one, pages)
-
-    def _empty(self, one: Scratch, pages: int) -> torch.Tensor:
-        dtype = torch.int8 if one.dtype is torch.bool else one.dtype
-        count = self.requests * self.heads * pages * one.elements
-        return torch.empty(count, dtype=dtype, device=self.pool.k.device)
-
-    def start(self, kernel: Kernel, tile: Tiling, programs: int) -> None:
-        """Launch a kernel with so many programs for each request."""
-        values = [self._find(one, kernel) for one in kernel.arguments if one.source != "pages"]
-        shared = [self.call[name] for name in ("count", "width_bound", "sink", "page_size") if name in self.call]
-        tilings = self.built.tilings
-        constants = [tilings[int(one.key)].pages for one in kernel.arguments if one.source == "pages"]
-        constants += [tile.pages, self.heads]
-        constants += [tile.each, dot_type(self.pool.k.dtype)] if kernel.loops else []
-        getattr(self.built.module, kernel.name)[programs, self.requests](
-            *values,
-            *shared,
-            self.heads,
-            *constants,
-            **dependent_launch(self.pool.k.device, programs * self.requests),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
-
-    def gather(self, stage: int, parts: Sequence[Scratch]) -> None:
-        """Put the chunks of a stage together: the next ones find a single one."""
-        self.whole = {one.name: self._empty(one, 1) for one in parts}
-        self.start(self.built.gatherings[stage], GATHERING, self.heads)
-        self.memory |= self.whole
-        self.chunks[stage] = 1
-
-    def _find(self, one: Argument, kernel: Kernel) -> Any:
-        if one.source == "input":
-            return self.call[one.name]
-        if one.source in ("scratch", "whole"):
-            return (self.memory if one.source == "scratch" else self.whole)[one.key]
-        if one.source == "chunks":
-            return self.chunks[int(one.key)]
-        if one.source == "constant":
-            return self.built.constant(kernel, one.key, self.pool.k.device)
-        stored = {"k": self.pool.k, "v": self.pool.v, **self.pool.summaries, **self.pool.state}[one.key]
-        return {"field": stored, "field_head": stored.stride(0), "field_page": stored.stride(1)}[one.source]
 
 
 @dataclass(frozen=True)
@@ -134,12 +47,12 @@ class Generated:
         self,
         title: str,
         outputs: Mapping[str, Op],
-        states: Mapping[str, Any],
+        states: Collection[str],
         summaries: bool = False,
         own_dtypes: frozenset[str] = frozenset(),
     ) -> None:
         self.title, self.states, self.summaries = title, frozenset(states), summaries
-        self.plan = Plan(outputs, self.states & set(outputs))
+        self.plan = StagePlan(outputs, self.states & set(outputs))
         self.scratch = _scratch(self.plan)
         self._dots = [op for op in walk(list(outputs.values())) if dots.suits(op, own_dtypes)]
         self._built: dict[Variant, Built] = {}
@@ -200,28 +113,24 @@ class Generated:
                 running.gather(number, [one for one in self.scratch.values() if one.per_chunk and one.stage == number])
 
 
-def dot_type(stored: torch.dtype) -> Any:
-    """What tensor cores multiply. Triton's interpreter knows no bfloat16."""
-    return tl.float32 if INTERPRETED else {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[stored]
-
-
-def _scratch(plan: Plan) -> dict[object, Scratch]:
-    names, scratch = Names(), {}
+def _scratch(plan: StagePlan) -> dict[object, Scratch]:
+    names = Names()
+    scratch: dict[object, Scratch] = {}
     for number, stage in enumerate(plan.stages):
         for op in stage.stored:
             scratch[id(op)] = Scratch(names.new(op.name or op.kind), op.dtype, op.statics, False, number)
         for partial in stage.partials:
+            x = partial.operand
             for component in partial.components:
-                name = names.new(f"{partial.operand.name or partial.operand.kind}_{component}")
-                key = partial, component
-                scratch[key] = Scratch(name, partial.operand.dtype, partial.operand.statics, True, number)  # type: ignore[index]
-    return scratch  # type: ignore[return-value]
+                name = names.new(f"{x.name or x.kind}_{component}")
+                scratch[partial, component] = Scratch(name, x.dtype, x.statics, True, number)
+    return scratch
 
 
 class ScoreProgram(Generated):
     """``score`` of a flow."""
 
-    def run(self, q: torch.Tensor, pool: LayerPool, window: ScoreWindow) -> torch.Tensor:
+    def run(self, q: torch.Tensor, pool: LayerPool, window: Window) -> torch.Tensor:
         """Score window pages and write new state in place.
 
         q [Bs, H, G, D] -> float32 [Bs, H, W], W = ``window.width``; beyond a request's own pages undefined.
@@ -304,4 +213,4 @@ def generate_summarize(graphs: FlowGraphs) -> SummarizeProgram:
     """
     assert graphs.summarize is not None
     outputs = translate(graphs.flow, "summarize", graphs.summarize).outputs
-    return SummarizeProgram(f"{flow_name(graphs.flow)} summarize", outputs, {}, True)
+    return SummarizeProgram(f"{flow_name(graphs.flow)} summarize", outputs, (), True)

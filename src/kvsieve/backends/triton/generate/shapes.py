@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from kvsieve.backends.triton.generate.call import Call, Row
-from kvsieve.backends.triton.generate.ir import Builder, Op, broadcast
+from kvsieve.backends.triton.generate.ir import Builder, Op
 from kvsieve.ops.shape import axis_order
 
 
@@ -235,6 +235,3 @@ def rows() -> dict[str, Row]:
     table |= {name: Row(_index, "tl.gather", exact) for name in ("index", "index_select", "embedding")}
     table["gather"] = Row(_gather, "tl.gather", exact)
     return table
-
-
-__all__ = ["broadcast", "join", "part", "pick", "rows", "window"]

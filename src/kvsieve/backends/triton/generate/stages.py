@@ -28,10 +28,12 @@ class Partial:
 
     @property
     def components(self) -> tuple[str, ...]:
+        """Names of what a chunk stores."""
         return ("max", "sum") if self.kind == "softmax" else (self.kind,)
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of each component, for one segment and chunk."""
         return self.operand.statics
 
 
@@ -44,7 +46,7 @@ class Stage:
     partials: list[Partial] = field(default_factory=list)
 
 
-class Plan:
+class StagePlan:
     """The stages of a program with ``outputs``; ``written`` are state fields that it writes in place."""
 
     def __init__(self, outputs: Mapping[str, Op], written: Collection[str]) -> None:
@@ -65,6 +67,7 @@ class Plan:
             self._need(op, at)
 
     def level(self, op: Op) -> int:
+        """The first stage in which an op can be computed."""
         return self._levels[id(op)]
 
     def is_near(self, op: Op) -> bool:

@@ -14,11 +14,6 @@ Dim = int | str
 PAGES, HEADS = "PAGES", "HEADS"
 
 
-def padded(size: int) -> int:
-    """The next power of two."""
-    return 1 << max(size - 1, 0).bit_length()
-
-
 @dataclass(frozen=True)
 class Tile:
     """Text of a value, and its sizes; None for a number, which broadcasts with everything. A size of 1 broadcasts."""
@@ -33,6 +28,7 @@ def joined(*dims: Sequence[Dim]) -> tuple[Dim, ...]:
 
 
 def shape_text(dims: Sequence[Dim]) -> str:
+    """Sizes or axes as kernel text."""
     return "[" + ", ".join(map(str, dims)) + "]"
 
 
@@ -80,16 +76,16 @@ def literal(value: float | int | bool) -> str:
     return repr(value)
 
 
-def lowest(dtype: torch.dtype) -> float | int:
+def _lowest(dtype: torch.dtype) -> float | int:
     return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def highest(dtype: torch.dtype) -> float | int:
+def _highest(dtype: torch.dtype) -> float | int:
     return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def identity(kind: str, dtype: torch.dtype) -> str:
     """What a reduction leaves unchanged."""
-    numbers = {"sum": 0, "prod": 1, "max": lowest(dtype), "min": highest(dtype)}
+    numbers = {"sum": 0, "prod": 1, "max": _lowest(dtype), "min": _highest(dtype)}
     number = numbers[kind]
     return literal(float(number) if dtype.is_floating_point else number)

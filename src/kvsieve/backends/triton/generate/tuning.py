@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvsieve.backends.triton.generate.errors import Refused
 from kvsieve.backends.triton.generate.kernel import Kernel
+from kvsieve.backends.triton.launch import largest_power
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,13 @@ def tiling(kernel: Kernel, heads: int, name: str, summaries: bool = False) -> Ti
     if max(kernel.largest, kernel.fixed) > MOST:
         raise Refused(f"{name} holds {max(kernel.largest, kernel.fixed)} values of one page at once, above {MOST}")
     if kernel.dots:
-        pages = _power(max(FEWEST_DOT_PAGES, min(MOST_PAGES, 2 * DOT_LOADED // kernel.loaded - 1)))
+        pages = largest_power(max(FEWEST_DOT_PAGES, min(MOST_PAGES, 2 * DOT_LOADED // kernel.loaded - 1)))
         return Tiling(pages, 4 if pages > 32 else 2, 2, DOT_HEADS if heads % DOT_HEADS == 0 else 1)
     elements = kernel.largest * (heads if kernel.wide else 1)
     if summaries:
-        pages = _power(max(1, min(MOST_PAGES, SUMMARY_TILE // elements)))
-        return Tiling(pages, max(SUMMARY_WARPS, _power(min(16, pages * elements // ELEMENTS_PER_WARP or 1))))
-    pages = _power(max(1, min(MOST_PAGES, TILE // elements)))
+        pages = largest_power(max(1, min(MOST_PAGES, SUMMARY_TILE // elements)))
+        return Tiling(pages, max(SUMMARY_WARPS, largest_power(min(16, pages * elements // ELEMENTS_PER_WARP or 1))))
+    pages = largest_power(max(1, min(MOST_PAGES, TILE // elements)))
     held = max(pages * elements, kernel.fixed)
     warps = max(1, min(16, held // ELEMENTS_PER_WARP))
-    return Tiling(pages, _power(warps))
-
-
-def _power(number: int) -> int:
-    """The largest power of two that is not above ``number``."""
-    return 1 << number.bit_length() - 1
+    return Tiling(pages, largest_power(warps))

@@ -1,0 +1,108 @@
+"""Runs built kernels: what each is launched with, and the memory between stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from kvsieve.backends.triton.generate.arguments import Argument, Scratch
+from kvsieve.backends.triton.generate.kernel import Kernel
+from kvsieve.backends.triton.generate.loader import load_source
+from kvsieve.backends.triton.generate.tuning import GATHERING, Tiling
+from kvsieve.backends.triton.launch import INTERPRETED, dependent_launch
+from kvsieve.paging.pool import LayerPool
+
+
+@dataclass
+class Built:
+    """Kernels for a number of KV heads, with their tiles; one module holds them all."""
+
+    kernels: list[Kernel]
+    tilings: list[Tiling]
+    gatherings: dict[int, Kernel]
+    source: str
+    _constants: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def module(self) -> ModuleType:
+        """The kernels, imported."""
+        return load_source(self.kernels[0].name.rpartition("_")[0], self.source)
+
+    def constant(self, kernel: Kernel, name: str, device: torch.device) -> torch.Tensor:
+        """A tensor of the flow on a device, sent once."""
+        key = f"{kernel.name}.{name}", device
+        if key not in self._constants:
+            self._constants[key] = kernel.constants[name].to(device).contiguous()
+        return self._constants[key]
+
+
+@dataclass
+class Launch:
+    """One run of a program: its inputs, and the memory between its stages."""
+
+    built: Built
+    heads: int
+    requests: int
+    call: Mapping[str, Any]
+    pool: LayerPool
+    chunks: list[int]
+    """Per stage, as many as the next stages combine."""
+    memory: dict[str, torch.Tensor] = field(default_factory=dict)
+    whole: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def reserve(self, one: Scratch, pages: int) -> None:
+        """Memory for a value of so many pages, or chunks of pages, of each segment."""
+        self.memory[one.name] = self._empty(one, pages)
+
+    def _empty(self, one: Scratch, pages: int) -> torch.Tensor:
+        dtype = torch.int8 if one.dtype is torch.bool else one.dtype
+        count = self.requests * self.heads * pages * one.elements
+        return torch.empty(count, dtype=dtype, device=self.pool.k.device)
+
+    def start(self, kernel: Kernel, tile: Tiling, programs: int) -> None:
+        """Launch a kernel with so many programs for each request."""
+        values = [self._find(one, kernel) for one in kernel.arguments if one.source != "pages"]
+        shared = [self.call[name] for name in ("count", "width_bound", "sink", "page_size") if name in self.call]
+        tilings = self.built.tilings
+        constants = [tilings[int(one.key)].pages for one in kernel.arguments if one.source == "pages"]
+        constants += [tile.pages, self.heads]
+        constants += [tile.each, dot_type(self.pool.k.dtype)] if kernel.loops else []
+        getattr(self.built.module, kernel.name)[programs, self.requests](
+            *values,
+            *shared,
+            self.heads,
+            *constants,
+            **dependent_launch(self.pool.k.device, programs * self.requests),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+
+    def gather(self, stage: int, parts: Sequence[Scratch]) -> None:
+        """Put the chunks of a stage together: the next ones find a single one."""
+        self.whole = {one.name: self._empty(one, 1) for one in parts}
+        self.start(self.built.gatherings[stage], GATHERING, self.heads)
+        self.memory |= self.whole
+        self.chunks[stage] = 1
+
+    def _find(self, one: Argument, kernel: Kernel) -> Any:
+        if one.source == "input":
+            return self.call[one.name]
+        if one.source in ("scratch", "whole"):
+            return (self.memory if one.source == "scratch" else self.whole)[one.key]
+        if one.source == "chunks":
+            return self.chunks[int(one.key)]
+        if one.source == "constant":
+            return self.built.constant(kernel, one.key, self.pool.k.device)
+        stored = {"k": self.pool.k, "v": self.pool.v, **self.pool.summaries, **self.pool.state}[one.key]
+        return {"field": stored, "field_head": stored.stride(0), "field_page": stored.stride(1)}[one.source]
+
+
+def dot_type(stored: torch.dtype) -> Any:
+    """What tensor cores multiply. Triton's interpreter knows no bfloat16."""
+    return tl.float32 if INTERPRETED else {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[stored]
