@@ -13,6 +13,7 @@ from kvsieve.backends.triton.generate.call import Call, Results
 from kvsieve.backends.triton.generate.errors import Refused
 from kvsieve.backends.triton.generate.ir import TRITON_TYPES, Builder, Op
 from kvsieve.backends.triton.generate.table import ROWS
+from kvsieve.dtypes import default_dtype
 from kvsieve.flow import Flow
 from kvsieve.ops import NodeView, row_of
 from kvsieve.segment import SegmentGraph, is_getitem, is_symbolic
@@ -43,7 +44,8 @@ def translate(flow: Flow, method: str, segment: SegmentGraph) -> Translated:
     for node in segment.nodes:
         if node.op == "call_function" and not is_symbolic(node):
             builder.name, builder.line = node.name, _line(lines, node)
-            values[node] = _node(builder, segment, node, values)
+            with default_dtype(torch.float32):  # what numbers and integers are promoted to
+                values[node] = _node(builder, segment, node, values)
     outputs = {}
     for name, node in segment.outputs.items():
         value = values[node]
