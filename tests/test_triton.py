@@ -195,6 +195,22 @@ def test_probabilities_are_not_rounded_to_sixteen_bits(dtype: torch.dtype) -> No
     world = World([320, 321], 16, 2, 4, (64, 64), dtype)
     options = AttentionOptions(0.2)
     out, _, _ = TritonBackend().attend(world.q, world.pool, world.rows, world.selection, options)
+    _expect_one_rounding(out, world, options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, *([] if INTERPRETED else [torch.bfloat16])])
+def test_small_probabilities_of_large_values_count(dtype: torch.dtype) -> None:
+    """Values a million times those of most tokens: float16 has no bits of its own for such probabilities."""
+    world = World([320, 321], 16, 2, 4, (64, 64), dtype)
+    large = torch.rand(world.pool.v.shape[:3], device=DEVICE)[..., None] < 0.1
+    world.pool.v *= torch.where(large, 1e3, 1e-3)
+    options = AttentionOptions(0.8)
+    out, _, _ = TritonBackend().attend(world.q, world.pool, world.rows, world.selection, options)
+    _expect_one_rounding(out, world, options)
+
+
+def _expect_one_rounding(out: torch.Tensor, world: World, options: AttentionOptions) -> None:
+    dtype = out.dtype
     exact, _, _ = attend_selected(world.q.float(), world.pool, world.rows, world.selection, options)
     unit = torch.finfo(dtype).eps * (1 if INTERPRETED else 0.5)  # the interpreter cuts where a GPU rounds
     assert ((out.float() - exact).abs() <= 1.2 * unit * exact.abs() + 2e-5).all()

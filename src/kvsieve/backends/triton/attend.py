@@ -34,13 +34,23 @@ def logits_of(products, scale, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _add_weighted(acc, p, values, ROUNDED: tl.constexpr):
+    """acc + p @ values of 16 bits, p in so many parts: one rounding would be as large as that of the output."""
+    for _ in tl.static_range(ROUNDED):
+        part = p.to(values.dtype)
+        acc = tl.dot(part, values, acc)
+        p = p - part.to(tl.float32)
+    return acc
+
+
+@triton.jit
 def _attend_kernel(
     q, k, v, blocks, count, lengths, sinks, out, lse, part, part_lse, done, raw,
     q_b, q_h, q_g, k_h, k_b, k_t, v_h, v_b, v_t, list_b, list_h, raw_g, scale, softcap, heads, group, chunk, splits,
     P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, RAW: tl.constexpr,
-    WIDE: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    WIDE: tl.constexpr, TIMES: tl.constexpr, ROUNDED: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
+    PART: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one segment's tokens. Listed tokens follow each other: only the last page may be partial."""
     h = tl.program_id(0).to(tl.int64)
@@ -100,11 +110,10 @@ def _attend_kernel(
             acc = acc * fade[:, None]
             if WIDE:
                 acc = tl.dot(p, values.to(tl.float32), acc, input_precision="ieee")
-            else:  # 16-bit probabilities in two parts: their rounding would be as large as that of the output
-                coarse = p.to(values.dtype)
-                fine = (p - coarse.to(tl.float32)).to(values.dtype)
-                acc = tl.dot(coarse, values, acc)
-                acc = tl.dot(fine, values, acc)
+            else:
+                acc = _add_weighted(acc, p * TIMES, values, ROUNDED)
+        if not WIDE:
+            acc = acc / TIMES
         used = (tokens + chunk - 1) // chunk
         if SPLITS > 1:
             if used == 1:
@@ -182,6 +191,9 @@ def _finish(
     )
 
 
+PARTS = {torch.float16: (32768, 2), torch.bfloat16: (1, 3)}
+"""What probabilities are multiplied by before they are rounded to 16 bits, and the parts that hold 22 bits of them: so
+far up, float16 keeps those bits of probabilities down to 2**-28, whose values may be large."""
 ONE_TILE = 128
 """Tokens of a program that has no loop: in small batches its start is what takes time."""
 
@@ -228,6 +240,7 @@ def attend(
     if options.mass is not None:
         raw = torch.empty(batch, heads, group, listed * p, dtype=torch.float32, device=q.device)
     q = q if q.stride(3) == 1 else q.contiguous()
+    times, rounded = PARTS.get(q.dtype, (1, 1))
     _attend_kernel[heads, batch, shape.splits](
         q, pool.k, pool.v, blocks, selection.count, rows.lengths_tensor, options.sinks, out, lse, *parts, raw,
         *(q.stride(0), q.stride(1), q.stride(2)),
@@ -237,7 +250,7 @@ def attend(
         P=p, D=width, DV=v_width, ROWS=power_of_two(group, 16), TOKENS=shape.tokens,
         BLOCK_D=power_of_two(width, 16), BLOCK_DV=power_of_two(v_width, 16),
         SOFTCAP=options.softcap is not None, SINKS=options.sinks is not None, RAW=raw is not None,
-        WIDE=INTERPRETED or q.dtype == torch.float32,
+        WIDE=q.dtype not in PARTS or (INTERPRETED and q.dtype == torch.bfloat16), TIMES=times, ROUNDED=rounded,
         GROUP=power_of_two(group), SPLITS=power_of_two(shape.splits), STAGES=shape.stages,
         PART=min(power_of_two(shape.splits), max(1, 8192 // (power_of_two(group) * power_of_two(v_width, 16)))),
         num_warps=shape.warps, **dependent_launch(q.device, heads * batch * shape.splits),
