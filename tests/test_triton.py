@@ -6,6 +6,7 @@ On a machine with a GPU they run there, else in Triton's interpreter.
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -20,7 +21,7 @@ from kvsieve.backends.base import AttentionOptions, Selection
 from kvsieve.backends.eager import EagerBackend
 from kvsieve.backends.select import select_pages
 from kvsieve.backends.triton import TritonBackend, attend, longrow
-from kvsieve.backends.triton.launch import INTERPRETED
+from kvsieve.backends.triton.launch import INTERPRETED, counters
 from kvsieve.backends.triton.select import select
 from kvsieve.errors import ConfigError
 from kvsieve.mass import AttentionMass
@@ -214,6 +215,18 @@ def _expect_one_rounding(out: torch.Tensor, world: World, options: AttentionOpti
     exact, _, _ = attend_selected(world.q.float(), world.pool, world.rows, world.selection, options)
     unit = torch.finfo(dtype).eps * (1 if INTERPRETED else 0.5)  # the interpreter cuts where a GPU rounds
     assert ((out.float() - exact).abs() <= 1.2 * unit * exact.abs() + 2e-5).all()
+
+
+def test_counters_belong_to_a_pool() -> None:
+    """Two pools may be attended at the same time; a graph goes on with what it found when more are needed."""
+    one, other = (World([3], 5, 1, 1, (16, 16), torch.float32).pool for _ in range(2))
+    first = counters(one, 7)
+    assert first.data_ptr() == counters(one, len(first)).data_ptr() != counters(other, 7).data_ptr()
+    kept = weakref.ref(first)
+    more = counters(one, len(first) + 1)
+    assert len(more) > len(first) and not more.any()
+    del first
+    assert kept() is not None
 
 
 def test_attending_again_gives_the_same_bits() -> None:

@@ -57,7 +57,8 @@ class StepGraph(Generic[T]):
         evict = runtime.eviction
         self.until = until if evict is None else evict.capacity + 1
         runtime.reserve(self.requests, self.until)
-        self._memory = StepMemory(self.device, len(self.requests), runtime.tables.pages(self.until))
+        budgets = len({layer.budget for layer in self._layers()})
+        self._memory = StepMemory(self.device, len(self.requests), runtime.tables.pages(self.until), budgets)
         self._warm: object = None
         self._captured: object = None
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -76,6 +77,7 @@ class StepGraph(Generic[T]):
         if longest >= self.until and self.runtime.eviction is None:
             raise ConfigError(f"StepGraph: expected requests of up to {self.until} tokens, one has {longest} already")
         call = self.runtime.step(self.requests)
+        self.runtime.reserve((), 0)  # others may have taken the blocks that were free: the tables have grown then
         shape = call.step_shape()
         if shape is None:
             return self.body(call)
@@ -89,10 +91,10 @@ class StepGraph(Generic[T]):
             self._warm = kind
             return self._body(call, plan)
         if kind != self._captured:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            graph, self._captured = torch.cuda.CUDAGraph(), None
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._result = self._body(call, plan)
-            self._captured = kind
+            self.graph, self._captured = graph, kind
         else:
             call.replayed()
         assert self.graph is not None and self._result is not None

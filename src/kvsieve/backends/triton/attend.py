@@ -235,7 +235,7 @@ def attend(
     if shape.splits > 1:
         size = batch, heads, shape.splits, group
         part = torch.empty(*size, v_width, dtype=torch.float32, device=q.device)
-        parts = part, torch.empty(size, dtype=torch.float32, device=q.device), counters(q.device, batch * heads)
+        parts = part, torch.empty(size, dtype=torch.float32, device=q.device), counters(pool, batch * heads)
     raw = None
     if options.mass is not None:
         raw = torch.empty(batch, heads, group, listed * p, dtype=torch.float32, device=q.device)
