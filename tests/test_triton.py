@@ -111,6 +111,17 @@ def test_a_bound_that_lets_too_many_or_too_few_through_changes_nothing(monkeypat
         assert torch.equal(select(scores.to(DEVICE), quota, 1).pages, wanted)
 
 
+@pytest.mark.parametrize(("width", "k"), [(9000, 64), (20000, 4096), (60000, 6000)])
+def test_a_bound_lets_the_best_pages_through(width: int, k: int) -> None:
+    """Also where many are chosen: else every row is read once per bit."""
+    quota = quota_of([width], k, [0])
+    assert quota.window is not None
+    torch.manual_seed(k)
+    bitmap, _ = longrow.bitmap_of(torch.randn(1, 2, width).to(DEVICE), quota, quota.window)
+    for words in bitmap[0].tolist():
+        assert k <= sum((word & 0xFFFFFFFF).bit_count() for word in words) <= longrow.MOST
+
+
 class World:
     """Ragged requests on a page-major pool of NaN, each with a selection of its own per head."""
 
