@@ -176,6 +176,26 @@ def test_a_graph_ends_at_its_length() -> None:
         pair.graph.step()
 
 
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ({"requests": []}, "expected at least one request, received none"),
+        ({"until": 7.5}, r"StepGraph\(until=\): expected an integer"),
+        ({"device": "gpu"}, "expected cpu or a CUDA device, received 'gpu'"),
+        ({"device": "meta"}, "expected cpu or a CUDA device, received meta"),
+        ({"device": "cuda:0"}, "expected layers on cuda:0, received some on cpu"),
+    ],
+)
+def test_bad_input_is_refused(what: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    runtime = Runtime("streaming_llm", Budget(0, 1, 1), page_size=5)
+    request = runtime.admit()
+    runtime.extend([request], [3]).attend(0, *(torch.randn(3, 2, 8) for _ in range(3)))
+    given = {"requests": [request], "until": 10, "device": "cpu", **what}
+    with pytest.raises(ConfigError, match=message):
+        StepGraph(runtime, given["requests"], given["until"], lambda call: None, given["device"])
+
+
 @pytest.mark.skipif(CUDA, reason="says what is missing on a machine without CUDA")
 def test_a_missing_device() -> None:
     runtime = Runtime("streaming_llm", Budget(0, 1, 1), page_size=5)
