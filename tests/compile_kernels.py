@@ -40,7 +40,8 @@ def cases() -> list[tuple[str, Any, dict[str, Any], int, str]]:
     ):
         wide = dtype == "fp32"
         constants = {
-            "P": 5, "D": 80, "DV": 48, "ROWS": 16, "HEADS": 16 if wide else 8, "TOKENS": tokens, "BLOCK_D": 128,
+            "P": 5, "D": 80, "DV": 48, "ROWS": 16, "HEADS": {"bf16": 4, "fp16": 8, "fp32": 16}[dtype],
+            "PARTS": {"bf16": 3, "fp16": 2, "fp32": 1}[dtype], "TIMES": 1, "TOKENS": tokens, "BLOCK_D": 128,
             "BLOCK_DV": 64, "SOFTCAP": False, "SINKS": False, "RAW": False, "WIDE": wide, "GROUP": 4, "SPLITS": splits,
             "PART": min(splits, 8), "STAGES": stages, "PDL": 1, **more,
         }  # fmt: skip

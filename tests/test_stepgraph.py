@@ -124,12 +124,78 @@ def test_mass_is_rebased_ahead_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> No
             assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("flow", "page"), [("gqa_quest_sparse_attention", 4), ("h2o", 1)])
+def test_pools_have_grown_before_a_graph_runs(flow: str, page: int) -> None:
+    """Another request takes the blocks that were free for the graph's: a replay does not make pools grow."""
+    runtime = Runtime(flow, Budget(3, 1, 1), page_size=page, backend=BACKEND)
+    request, steps = runtime.admit(), []
+
+    def new(tokens: int) -> list[torch.Tensor]:
+        return [torch.randn(tokens, heads, 16, device=DEVICE) for heads in (4, 2, 2)]
+
+    def body(call: Any) -> torch.Tensor:
+        pool, entry = runtime.layers[0].pool, runtime.tables[request]
+        steps.append(pool.k.shape[1] > max(entry.blocks) and not (pool.state and pool.rows <= max(entry.rows)))
+        return call.attend(0, *inputs).out
+
+    runtime.extend([request], [5]).attend(0, *new(5))
+    inputs = new(1)
+    graph = StepGraph(runtime, [request], 60, body, DEVICE)
+    idle = runtime.tables.block_allocator.idle_blocks
+    runtime.extend([runtime.admit()], [idle * page]).attend(0, *new(idle * page))
+    first = runtime.layers[0].pool.k.shape[1]
+    for _ in range(55):
+        graph.step()
+    assert all(steps) and runtime.layers[0].pool.k.shape[1] > first
+
+
+def test_layers_of_many_budgets() -> None:
+    """A budget of its own for each of 40 layers, some dense, and a batch whose size is odd."""
+    layers, batch = 40, 65
+    budgets = {layer: Budget(3 + layer, 1, 1) for layer in range(layers)}
+    runtimes = [Runtime("gqa_quest_sparse_attention", budgets, page_size=1, dense_layers=(7,)) for _ in range(2)]
+    requests = [[runtime.admit() for _ in range(batch)] for runtime in runtimes]
+    torch.manual_seed(1)
+    prompt, new = ([torch.randn(tokens, 1, 4) for _ in range(3)] for tokens in (9 * batch, batch))
+    for runtime, batch_of in zip(runtimes, requests, strict=True):
+        call = runtime.extend(batch_of, [9] * batch)
+        for layer in range(layers):
+            call.attend(layer, *prompt)
+
+    def body(call: Any) -> torch.Tensor:
+        return torch.stack([call.attend(layer, *new).out for layer in range(layers)])
+
+    graph = StepGraph(runtimes[1], requests[1], 80, body, "cpu")
+    for _ in range(2):
+        assert torch.allclose(graph.step(), body(runtimes[0].step(requests[0])), rtol=1e-5, atol=1e-6)
+
+
 def test_a_graph_ends_at_its_length() -> None:
     pair = Pair("gqa_quest_sparse_attention", [20, 3], evict=False, until=22)
     pair.step()
     pair.step()
     with pytest.raises(ConfigError, match=r"expected requests of up to 22 tokens, one has 22 already"):
         pair.graph.step()
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ({"requests": []}, "expected at least one request, received none"),
+        ({"until": 7.5}, r"StepGraph\(until=\): expected an integer"),
+        ({"device": "gpu"}, "expected cpu or a CUDA device, received 'gpu'"),
+        ({"device": "meta"}, "expected cpu or a CUDA device, received meta"),
+        ({"device": "cuda:0"}, "expected layers on cuda:0, received some on cpu"),
+    ],
+)
+def test_bad_input_is_refused(what: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    runtime = Runtime("streaming_llm", Budget(0, 1, 1), page_size=5)
+    request = runtime.admit()
+    runtime.extend([request], [3]).attend(0, *(torch.randn(3, 2, 8) for _ in range(3)))
+    given = {"requests": [request], "until": 10, "device": "cpu", **what}
+    with pytest.raises(ConfigError, match=message):
+        StepGraph(runtime, given["requests"], given["until"], lambda call: None, given["device"])
 
 
 @pytest.mark.skipif(CUDA, reason="says what is missing on a machine without CUDA")

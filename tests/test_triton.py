@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from kvsieve.backends.base import AttentionOptions, Selection
 from kvsieve.backends.eager import EagerBackend
 from kvsieve.backends.select import select_pages
 from kvsieve.backends.triton import TritonBackend, attend, longrow
-from kvsieve.backends.triton.launch import INTERPRETED
+from kvsieve.backends.triton.launch import INTERPRETED, counters
 from kvsieve.backends.triton.select import select
 from kvsieve.errors import ConfigError
 from kvsieve.mass import AttentionMass
@@ -114,6 +115,17 @@ def test_a_bound_that_lets_too_many_or_too_few_through_changes_nothing(monkeypat
     for word in (0, -1):
         monkeypatch.setattr("kvsieve.backends.triton.select.bitmap_of", wrong(word))
         assert torch.equal(select(scores.to(DEVICE), quota, 1).pages, wanted)
+
+
+@pytest.mark.parametrize(("width", "k"), [(9000, 64), (20000, 4096), (60000, 6000)])
+def test_a_bound_lets_the_best_pages_through(width: int, k: int) -> None:
+    """Also where many are chosen: else every row is read once per bit."""
+    quota = quota_of([width], k, [0])
+    assert quota.window is not None
+    torch.manual_seed(k)
+    bitmap, _ = longrow.bitmap_of(torch.randn(1, 2, width).to(DEVICE), quota, quota.window)
+    for words in bitmap[0].tolist():
+        assert k <= sum((word & 0xFFFFFFFF).bit_count() for word in words) <= longrow.MOST
 
 
 class World:
@@ -207,8 +219,35 @@ def test_probabilities_are_not_rounded_to_sixteen_bits(dtype: torch.dtype) -> No
     world = World([320, 321], 16, 2, 4, (64, 64), dtype)
     options = AttentionOptions(0.2)
     out, _, _ = TritonBackend().attend(world.q, world.pool, world.rows, world.selection, options)
+    _expect_one_rounding(out, world, options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, *([] if INTERPRETED else [torch.bfloat16])])
+def test_small_probabilities_of_large_values_count(dtype: torch.dtype) -> None:
+    """Values a million times those of most tokens: float16 has no bits of its own for such probabilities."""
+    world = World([320, 321], 16, 2, 4, (64, 64), dtype)
+    large = torch.rand(world.pool.v.shape[:3], device=DEVICE)[..., None] < 0.1
+    world.pool.v *= torch.where(large, 1e3, 1e-3)
+    options = AttentionOptions(0.8)
+    out, _, _ = TritonBackend().attend(world.q, world.pool, world.rows, world.selection, options)
+    _expect_one_rounding(out, world, options)
+
+
+def _expect_one_rounding(out: torch.Tensor, world: World, options: AttentionOptions) -> None:
     exact, _, _ = attend_selected(world.q.float(), world.pool, world.rows, world.selection, options)
     assert within_one_rounding(out, exact)
+
+
+def test_counters_belong_to_a_pool() -> None:
+    """Two pools may be attended at the same time; a graph goes on with what it found when more are needed."""
+    one, other = (World([3], 5, 1, 1, (16, 16), torch.float32).pool for _ in range(2))
+    first = counters(one, 7)
+    assert first.data_ptr() == counters(one, len(first)).data_ptr() != counters(other, 7).data_ptr()
+    kept = weakref.ref(first)
+    more = counters(one, len(first) + 1)
+    assert len(more) > len(first) and not more.any()
+    del first
+    assert kept() is not None
 
 
 def test_attending_again_gives_the_same_bits() -> None:

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import torch
 
 from kvsieve.call import Call
-from kvsieve.errors import ConfigError
+from kvsieve.errors import ConfigError, check_integer
 from kvsieve.layers import Layer
 from kvsieve.paging.table import RequestId
 from kvsieve.runtime import Runtime
@@ -36,7 +36,7 @@ class StepGraph(Generic[T]):
         graph: the captured step, None before it is captured. Replayed by itself it does the newest step again.
 
     Raises:
-        ConfigError: the device is not available.
+        ConfigError: no request; the device is not available, or not that of all layers.
         OutOfPages: a limited pool that is too small.
     """
 
@@ -49,15 +49,18 @@ class StepGraph(Generic[T]):
         device: torch.device | str = "cuda",
     ) -> None:
         self.runtime, self.requests, self.body = runtime, tuple(requests), body
-        self.device = torch.device(device)
-        if self.device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"StepGraph: expected an available device, received {self.device}")
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        check_integer("StepGraph(until=)", until, 1)
+        if not self.requests:
+            raise ConfigError("StepGraph: expected at least one request, received none")
+        self.device = _device(device)
+        elsewhere = {layer.pool.device for layer in self._layers()} - {self.device}
+        if elsewhere:
+            raise ConfigError(f"StepGraph: expected layers on {self.device}, received some on {elsewhere.pop()}")
         evict = runtime.eviction
         self.until = until if evict is None else evict.capacity + 1
         runtime.reserve(self.requests, self.until)
-        self._memory = StepMemory(self.device, len(self.requests), runtime.tables.pages(self.until))
+        budgets = len({layer.budget for layer in self._layers()})
+        self._memory = StepMemory(self.device, len(self.requests), runtime.tables.pages(self.until), budgets)
         self._warm: object = None
         self._captured: object = None
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -76,6 +79,7 @@ class StepGraph(Generic[T]):
         if longest >= self.until and self.runtime.eviction is None:
             raise ConfigError(f"StepGraph: expected requests of up to {self.until} tokens, one has {longest} already")
         call = self.runtime.step(self.requests)
+        self.runtime.reserve((), 0)  # others may have taken the blocks that were free: the tables have grown then
         shape = call.step_shape()
         if shape is None:
             return self.body(call)
@@ -89,10 +93,10 @@ class StepGraph(Generic[T]):
             self._warm = kind
             return self._body(call, plan)
         if kind != self._captured:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            graph, self._captured = torch.cuda.CUDAGraph(), None
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._result = self._body(call, plan)
-            self._captured = kind
+            self.graph, self._captured = graph, kind
         else:
             call.replayed()
         assert self.graph is not None and self._result is not None
@@ -121,3 +125,18 @@ class StepGraph(Generic[T]):
             for field in (layer.pool.k, layer.pool.v, *layer.pool.summaries.values(), *layer.pool.state.values())
         ]
         return tuple(field.data_ptr() for field in fields)
+
+
+def _device(device: torch.device | str) -> torch.device:
+    """A device to step on, with its index."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"StepGraph: expected cpu or a CUDA device, received {device!r}") from None
+    if found.type not in ("cpu", "cuda"):
+        raise ConfigError(f"StepGraph: expected cpu or a CUDA device, received {found}")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"StepGraph: expected an available device, received {found}")
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found if found.type == "cuda" else torch.device("cpu")

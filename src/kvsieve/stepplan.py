@@ -17,15 +17,19 @@ from kvsieve.plan import Host, MassRows, Plan
 RING = 4
 """Host buffers: one may still be on its way to the device while the next is filled."""
 
+NAMES = 16
+"""Values of a plan per request; three more of each budget."""
+
 
 class StepMemory:
-    """Device memory of a graph's plans: block and row tables [B, pages], and a buffer for everything else."""
+    """Device memory of a graph's plans: block and row tables [B, pages], and a buffer for everything else, of layers
+    with so many different budgets."""
 
-    def __init__(self, device: torch.device, batch: int, pages: int) -> None:
+    def __init__(self, device: torch.device, batch: int, pages: int, budgets: int) -> None:
         self.device, self.batch, self.pages = device, batch, pages
         self.table, self.rows = (torch.zeros(batch, pages, dtype=torch.int64, device=device) for _ in range(2))
         self.known: object = None
-        self._size = 64 * max(64, batch)
+        self._size = (NAMES + 3 * budgets) * (batch + 1)
         self._values = torch.zeros(self._size, dtype=torch.int64, device=device)
         self._hosts = [self._on_host(torch.zeros(self._size, dtype=torch.int64)) for _ in range(RING)]
         self._sent = [torch.cuda.Event() for _ in range(RING)] if device.type == "cuda" else []
@@ -45,7 +49,7 @@ class StepMemory:
         if name not in self._places:
             self._places[name] = self._used, len(flat)
             self._used += len(flat) + len(flat) % 2  # 16 bytes
-            assert self._used <= self._size, "a plan holds a few dozen values per request"
+            assert self._used <= self._size, "more names than a plan has"
         first, count = self._places[name]
         assert count == len(flat), f"{name} changed its size"
         host, there = (x[first : first + count] for x in (self._hosts[self._turn], self._values))

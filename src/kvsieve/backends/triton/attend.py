@@ -39,9 +39,8 @@ def _attend_kernel(
     q_b, q_h, q_g, k_h, k_b, k_t, v_h, v_b, v_t, list_b, list_h, raw_g, scale, softcap, heads, group, chunk, splits,
     P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    RAW: tl.constexpr,
-    WIDE: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
-    PDL: tl.constexpr,
+    RAW: tl.constexpr, WIDE: tl.constexpr, TIMES: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
+    SPLITS: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one segment's tokens. Listed tokens follow each other: only the last page may be partial."""
     h = tl.program_id(0).to(tl.int64)
@@ -100,24 +99,28 @@ def _attend_kernel(
             highest = now
             total = total * fade + tl.sum(p, 1)
             acc = acc * fade[:, None]
-            acc = _weighted(p, values, acc, row, ROWS, HEADS, WIDE)
+            acc = _weighted(p, values, acc, row // HEADS, TIMES, PARTS, WIDE)
         _deliver(
-            acc, highest, total, sinks, out, lse, part, part_lse, done, h, segment, group, dv, split, splits,
+            acc / TIMES, highest, total, sinks, out, lse, part, part_lse, done, h, segment, group, dv, split, splits,
             (tokens + chunk - 1) // chunk, DV, SINKS, ROWS, HEADS, GROUP, SPLITS, PART, BLOCK_DV,
         )  # fmt: skip
     let_next_start(PDL)
 
 
 @triton.jit
-def _weighted(p, values, acc, row, ROWS: tl.constexpr, HEADS: tl.constexpr, WIDE: tl.constexpr):
+def _weighted(p, values, acc, slot, TIMES: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr):
     """Add p [ROWS, T] times values [T, Dv].
 
-    16-bit probabilities enter in two parts, one in each half of the rows: rounded once, they would err as much as the
-    output does by its own rounding.
+    16-bit probabilities enter in parts, each in a slot of the rows that is its own: rounded once, they would err as
+    much as the output does by its own rounding.
     """
-    if HEADS < ROWS:
-        coarse = p.to(values.dtype).to(tl.float32)
-        p = tl.where((row < HEADS)[:, None], coarse, p - coarse)
+    if PARTS > 1:
+        rest = p * TIMES
+        p = tl.zeros_like(rest)
+        for number in tl.static_range(PARTS):
+            part = rest.to(values.dtype).to(tl.float32)
+            p = tl.where((slot == number)[:, None], part, p)
+            rest -= part
     if WIDE:
         acc = tl.dot(p, values.to(tl.float32), acc, input_precision="ieee")
     else:
@@ -134,7 +137,7 @@ def _deliver(
     """Store a chunk's result: the segment's, or a part of it; the last of a segment's chunks to come merges them."""
     if HEADS < ROWS:
         acc = tl.sum(tl.reshape(acc, [ROWS // HEADS, HEADS, BLOCK_DV]), 0)
-        highest = tl.max(tl.reshape(highest, [ROWS // HEADS, HEADS]), 0)  # the halves are the same
+        highest = tl.max(tl.reshape(highest, [ROWS // HEADS, HEADS]), 0)  # all slots are the same
         total = tl.max(tl.reshape(total, [ROWS // HEADS, HEADS]), 0)
     each = tl.arange(0, HEADS)
     present = each < group
@@ -213,6 +216,9 @@ def _finish(
     )
 
 
+PARTS = {torch.float16: (32768, 2), torch.bfloat16: (1, 3)}
+"""What probabilities are multiplied by before they are rounded to 16 bits, and the parts that hold 22 bits of them: so
+far up, float16 keeps those bits of probabilities down to 2**-28, whose values may be large."""
 ONE_TILE = 128
 """Tokens of a program that has no loop: in small batches its start is what takes time."""
 
@@ -254,23 +260,25 @@ def attend(
     if shape.splits > 1:
         size = batch, heads, shape.splits, group
         part = torch.empty(*size, v_width, dtype=torch.float32, device=q.device)
-        parts = part, torch.empty(size, dtype=torch.float32, device=q.device), counters(q.device, batch * heads)
+        parts = part, torch.empty(size, dtype=torch.float32, device=q.device), counters(pool, batch * heads)
     raw = None
     if options.mass is not None:
         raw = torch.empty(batch, heads, group, listed * p, dtype=torch.float32, device=q.device)
     q = q if q.stride(3) == 1 else q.contiguous()
-    heads_padded = power_of_two(group, 16 if q.dtype == torch.float32 else 8)
-    rows_padded = heads_padded if q.dtype == torch.float32 else 2 * heads_padded
+    wide = q.dtype not in PARTS or (INTERPRETED and q.dtype == torch.bfloat16)
+    times, rounded = (1, 1) if wide else PARTS[q.dtype]
+    slots = power_of_two(rounded)
+    heads_padded = power_of_two(group, 16 // slots)
     _attend_kernel[heads, batch, shape.splits](
         q, pool.k, pool.v, blocks, selection.count, rows.lengths_tensor, options.sinks, out, lse, *parts, raw,
         *(q.stride(0), q.stride(1), q.stride(2)),
         *(pool.k.stride(0), pool.k.stride(1), pool.k.stride(2), pool.v.stride(0), pool.v.stride(1), pool.v.stride(2)),
         *(blocks.stride(0), blocks.stride(1), listed * p, float(options.scale), float(options.softcap or 0.0)),
         *(heads, group, shape.chunk, shape.splits),
-        P=p, D=width, DV=v_width, ROWS=rows_padded, HEADS=heads_padded, TOKENS=shape.tokens,
+        P=p, D=width, DV=v_width, ROWS=slots * heads_padded, HEADS=heads_padded, TOKENS=shape.tokens,
         BLOCK_D=power_of_two(width, 16), BLOCK_DV=power_of_two(v_width, 16),
         SOFTCAP=options.softcap is not None, SINKS=options.sinks is not None, RAW=raw is not None,
-        WIDE=INTERPRETED or q.dtype == torch.float32,
+        WIDE=wide, TIMES=times, PARTS=rounded,
         GROUP=power_of_two(group), SPLITS=power_of_two(shape.splits), STAGES=shape.stages,
         PART=min(power_of_two(shape.splits), max(1, 8192 // (power_of_two(group) * power_of_two(v_width, 16)))),
         num_warps=shape.warps, **dependent_launch(q.device, heads * batch * shape.splits),

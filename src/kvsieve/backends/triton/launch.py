@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import triton
 import triton.language as tl
+
+from kvsieve.paging.pool import LayerPool
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Kernels run as NumPy on the CPU: for tests. Triton reads the variable when it is imported."""
@@ -32,19 +35,22 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-_counters: dict[tuple[torch.device, int], list[torch.Tensor]] = {}
+_counters: WeakKeyDictionary[LayerPool, list[torch.Tensor]] = WeakKeyDictionary()
 
 
-def counters(device: torch.device, count: int) -> torch.Tensor:
-    """At least so many int32 zeros, which every kernel leaves at 0 again.
+def counters(pool: LayerPool, count: int) -> torch.Tensor:
+    """At least so many int32 zeros of a pool, which every kernel leaves at 0 again: its launches follow each other.
 
-    Launches on one stream follow each other; each stream has its own. They are never freed: graphs keep pointing there.
+    They live as long as the pool: graphs keep pointing there. A graph that is captured before there are any has, and
+    clears, its own.
     """
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    held = _counters.setdefault((device, stream), [])
-    if not held or len(held[-1]) < count:
-        held.append(torch.zeros(power_of_two(count, 1 << 14), dtype=torch.int32, device=device))
-    return held[-1]
+    held = _counters.setdefault(pool, [])
+    if held and len(held[-1]) >= count:
+        return held[-1]
+    zeros = torch.zeros(power_of_two(count, 256), dtype=torch.int32, device=pool.device)
+    if not (pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        held.append(zeros)
+    return zeros
 
 
 @cache

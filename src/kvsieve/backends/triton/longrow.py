@@ -58,7 +58,7 @@ def _bound_kernel(
         sampled = tl.sum(there.to(tl.int32), 0)
         rank = (k.to(tl.float32) * sampled / width).to(tl.int32)
         rank = tl.minimum(rank + rank // 4 + 16, sampled)
-        tl.store(bounds + row * heads + h, kth_largest(keys, rank, SAMPLES, 64).to(tl.int64))
+        tl.store(bounds + row * heads + h, kth_largest(keys, rank, SAMPLES, 64, True).to(tl.int64))
     let_next_start(PDL)
 
 

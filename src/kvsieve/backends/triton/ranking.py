@@ -17,10 +17,12 @@ def order_keys(scores, there):
 
 
 @triton.jit
-def kth_largest(keys, k, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
-    """The largest T that at least k of the keys reach, or one that exactly k reach."""
+def kth_largest(keys, k, BLOCK: tl.constexpr, GROUPS: tl.constexpr, FEW: tl.constexpr = False):
+    """The largest T that at least k of the keys reach, or one that exactly k reach. ``FEW``: k may exceed GROUPS."""
     groups = tl.max(tl.reshape(keys, [BLOCK // GROUPS, GROUPS]), 0)
     low = tl.min(groups, 0)  # every group has a key that reaches it
+    if FEW:
+        low = tl.where(tl.sum((keys >= low).to(tl.int32), 0) < k, low ^ low, low)
     above = tl.where(keys >= low, keys - low, 0)
     reach = (keys >= low).to(tl.int32)
     span = tl.max(above, 0)
