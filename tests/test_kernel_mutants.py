@@ -67,12 +67,13 @@ def attends(module: ModuleType) -> bool:
     one = world.World(world.LENGTHS, 5, 3, 3, (20, 20), torch.float32)
     options = AttentionOptions(0.3, 3.0, torch.randn(3, 3, device=world.DEVICE))
     want = attend_selected(one.q, one.pool, one.rows, one.selection, options)
-    right = True
+    right, usual = True, module.shape_for
     for splits in (1, 2):
         chunk = 32 // splits
         module.shape_for = lambda *_, chunk=chunk, splits=splits: module.Shape(16, 4, 2, chunk, splits)
         got = module.attend(one.q, one.pool, one.rows, one.selection, options)
         right &= all(torch.allclose(x, y, rtol=1e-5, atol=2e-6) for x, y in zip(got[:2], want[:2], strict=True))
+    module.shape_for = usual
     return right
 
 
@@ -234,9 +235,9 @@ def test_a_faulty_kernel_is_found(mutant: Mutant, tmp_path: Path) -> None:
     assert not mutant.judge(faulty), "nobody noticed"
 
 
-SOUND = {(one.judge, one.above or one.module) for one in MUTANTS}
+SOUND = {one.judge: one.above or one.module for one in MUTANTS}
 
 
-@pytest.mark.parametrize(("judge", "module"), sorted(SOUND, key=str), ids=str)
-def test_the_kernel_as_it_is_passes(judge: Judge, module: ModuleType) -> None:
-    assert judge(module)
+@pytest.mark.parametrize("judge", SOUND, ids=lambda judge: judge.__name__)
+def test_the_kernel_as_it_is_passes(judge: Judge) -> None:
+    assert judge(SOUND[judge])
