@@ -191,11 +191,27 @@ def test_attention_and_mass(geometry: tuple, reduction: str, splits: int, monkey
     monkeypatch.setattr(attend, "shape_for", lambda *_: shape)
     softcap, sinks = (3.0, None) if reduction == "mean" else (None, torch.randn(heads, group, device=DEVICE))
     options = AttentionOptions(0.3, softcap, sinks, AttentionMass(group=reduction))
-    backend, eager = TritonBackend(), EagerBackend()
+    backend = TritonBackend()
     out, lse, logits = backend.attend(world.q, world.pool, world.rows, world.selection, options)
+    assert not counters(world.pool, 1).any()  # as the next launch needs them
     want_out, want_lse, increment = attend_selected(world.q, world.pool, world.rows, world.selection, options)
     assert torch.allclose(out, want_out, rtol=1e-5, atol=2e-6) and torch.allclose(lse, want_lse, rtol=1e-5, atol=2e-6)
-    rows = MassRows(world.rows.table, torch.rand(len(LENGTHS), device=DEVICE) + 0.5, {})
+    _expect_same_mass(world, logits, increment)
+
+
+def test_mass_of_a_list_that_several_programs_share() -> None:
+    """Pages so large that a program adds the mass of two of them."""
+    world = World([5 * 160, 4 * 160 + 1, 161], 160, 2, 3, (16, 16), torch.float32)
+    options = AttentionOptions(0.3, mass=AttentionMass())
+    _, _, logits = TritonBackend().attend(world.q, world.pool, world.rows, world.selection, options)
+    _, _, increment = attend_selected(world.q, world.pool, world.rows, world.selection, options)
+    _expect_same_mass(world, logits, increment)
+
+
+def _expect_same_mass(world: World, logits: object, increment: object) -> None:
+    """What both backends store of a step's mass, in units of each request's own."""
+    backend, eager = TritonBackend(), EagerBackend()
+    rows = MassRows(world.rows.table, torch.rand(len(world.q), device=DEVICE) + 0.5, {})
     start = {name: torch.rand_like(world.pool.state[name]) for name in ("mass", "mass_sum")}
     stored = []
     for one, gain in ((backend, logits), (eager, increment)):
