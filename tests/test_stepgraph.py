@@ -170,6 +170,19 @@ def test_layers_of_many_budgets() -> None:
         assert torch.allclose(graph.step(), body(runtimes[0].step(requests[0])), rtol=1e-5, atol=1e-6)
 
 
+def test_a_step_with_queries_to_count_is_no_graph() -> None:
+    """A short prompt's queries count in the step after it, which no other step repeats."""
+    runtime = Runtime("h2o", Budget(3, 1, 2), page_size=5)
+    request = runtime.admit()
+    runtime.extend([request], [9]).attend(0, *(torch.randn(9, 2, 8) for _ in range(3)))
+    shapes = []
+    for _ in range(3):
+        call = runtime.step([request])
+        shapes.append(call.step_shape())
+        call.attend(0, *(torch.randn(1, 2, 8) for _ in range(3)))
+    assert shapes == [None, (None,), (None,)]
+
+
 def test_a_graph_ends_at_its_length() -> None:
     pair = Pair("gqa_quest_sparse_attention", [20, 3], evict=False, until=22)
     pair.step()

@@ -191,11 +191,39 @@ def test_attention_and_mass(geometry: tuple, reduction: str, splits: int, monkey
     monkeypatch.setattr(attend, "shape_for", lambda *_: shape)
     softcap, sinks = (3.0, None) if reduction == "mean" else (None, torch.randn(heads, group, device=DEVICE))
     options = AttentionOptions(0.3, softcap, sinks, AttentionMass(group=reduction))
-    backend, eager = TritonBackend(), EagerBackend()
+    backend = TritonBackend()
     out, lse, logits = backend.attend(world.q, world.pool, world.rows, world.selection, options)
+    assert not counters(world.pool, 1).any()  # as the next launch needs them
     want_out, want_lse, increment = attend_selected(world.q, world.pool, world.rows, world.selection, options)
     assert torch.allclose(out, want_out, rtol=1e-5, atol=2e-6) and torch.allclose(lse, want_lse, rtol=1e-5, atol=2e-6)
-    rows = MassRows(world.rows.table, torch.rand(len(LENGTHS), device=DEVICE) + 0.5, {})
+    _expect_same_mass(world, logits, increment)
+
+
+def test_parts_are_merged_a_few_at_a_time() -> None:
+    """More programs a segment than one tile of a merge holds: V and groups are wide."""
+    world = World([700], 16, 1, 24, (16, 256), torch.float32)
+    world.selection = Selection(torch.arange(44, device=DEVICE).view(1, 1, 44), torch.tensor([44], device=DEVICE))
+    options = AttentionOptions(0.3)
+    out, lse, _ = TritonBackend().attend(world.q, world.pool, world.rows, world.selection, options)
+    want_out, want_lse, _ = attend_selected(world.q, world.pool, world.rows, world.selection, options)
+    assert attend.shape_for(world.pool, 1, 44).splits > 4
+    assert torch.allclose(out, want_out, rtol=1e-5, atol=2e-6) and torch.allclose(lse, want_lse, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("page", [160, 600])
+def test_mass_of_a_list_that_several_programs_share(page: int) -> None:
+    """Pages so large that a program adds the mass of two of them, or of one."""
+    world = World([5 * page, 4 * page + 1, page + 1], page, 2, 3, (16, 16), torch.float32)
+    options = AttentionOptions(0.3, mass=AttentionMass())
+    _, _, logits = TritonBackend().attend(world.q, world.pool, world.rows, world.selection, options)
+    _, _, increment = attend_selected(world.q, world.pool, world.rows, world.selection, options)
+    _expect_same_mass(world, logits, increment)
+
+
+def _expect_same_mass(world: World, logits: object, increment: object) -> None:
+    """What both backends store of a step's mass, in units of each request's own."""
+    backend, eager = TritonBackend(), EagerBackend()
+    rows = MassRows(world.rows.table, torch.rand(len(world.q), device=DEVICE) + 0.5, {})
     start = {name: torch.rand_like(world.pool.state[name]) for name in ("mass", "mass_sum")}
     stored = []
     for one, gain in ((backend, logits), (eager, increment)):
