@@ -36,6 +36,7 @@ def cases() -> list[tuple[str, Any, dict[str, Any], int, str]]:
         ("bf16", 32, 5, 1, {}),
         ("bf16", 128, 1, 16, {"SINKS": True}),
         ("fp16", 32, 5, 8, {"SOFTCAP": True, "RAW": True}),
+        ("bf16", 32, 5, 2, {"HEADS": 16}),
         ("fp32", 16, 5, 4, {"RAW": True, "SINKS": True}),
     ):
         wide = dtype == "fp32"

@@ -99,7 +99,7 @@ def _attend_kernel(
             highest = now
             total = total * fade + tl.sum(p, 1)
             acc = acc * fade[:, None]
-            acc = _weighted(p, values, acc, row // HEADS, TIMES, PARTS, WIDE)
+            acc = _weighted(p, values, acc, row // HEADS, TIMES, PARTS, ROWS // HEADS, WIDE)
         _deliver(
             acc / TIMES, highest, total, sinks, out, lse, part, part_lse, done, h, segment, group, dv, split, splits,
             (tokens + chunk - 1) // chunk, DV, SINKS, ROWS, HEADS, GROUP, SPLITS, PART, BLOCK_DV,
@@ -108,23 +108,26 @@ def _attend_kernel(
 
 
 @triton.jit
-def _weighted(p, values, acc, slot, TIMES: tl.constexpr, PARTS: tl.constexpr, WIDE: tl.constexpr):
+def _weighted(p, values, acc, slot, TIMES: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, WIDE: tl.constexpr):
     """Add p [ROWS, T] times values [T, Dv].
 
-    16-bit probabilities enter in parts, each in a slot of the rows that is its own: rounded once, they would err as
-    much as the output does by its own rounding.
+    16-bit probabilities enter in parts: rounded once, they would err as much as the output does by its own rounding.
+    Small groups leave room for a slot of rows per part, so that one product does; others take a product per part.
     """
-    if PARTS > 1:
-        rest = p * TIMES
-        p = tl.zeros_like(rest)
-        for number in tl.static_range(PARTS):
-            part = rest.to(values.dtype).to(tl.float32)
-            p = tl.where((slot == number)[:, None], part, p)
-            rest -= part
     if WIDE:
         acc = tl.dot(p, values.to(tl.float32), acc, input_precision="ieee")
     else:
-        acc = tl.dot(p.to(values.dtype), values, acc)
+        rest = p * TIMES
+        rows = tl.zeros_like(rest)
+        for number in tl.static_range(PARTS):
+            part = rest.to(values.dtype).to(tl.float32)
+            rest -= part
+            if SLOTS > 1:
+                rows = tl.where((slot == number)[:, None], part, rows)
+            else:
+                acc = tl.dot(part.to(values.dtype), values, acc)
+        if SLOTS > 1:
+            acc = tl.dot(rows.to(values.dtype), values, acc)
     return acc
 
 
@@ -267,7 +270,7 @@ def attend(
     q = q if q.stride(3) == 1 else q.contiguous()
     wide = q.dtype not in PARTS or (INTERPRETED and q.dtype == torch.bfloat16)
     times, rounded = (1, 1) if wide else PARTS[q.dtype]
-    slots = power_of_two(rounded)
+    slots = power_of_two(rounded) if group * power_of_two(rounded) <= 16 else 1
     heads_padded = power_of_two(group, 16 // slots)
     _attend_kernel[heads, batch, shape.splits](
         q, pool.k, pool.v, blocks, selection.count, rows.lengths_tensor, options.sinks, out, lse, *parts, raw,
