@@ -12,13 +12,13 @@ run() {
     "$@" || failed=1
 }
 
-run "$PYTHON" -m pytest -q -n 8 tests/test_triton.py tests/test_stepgraph.py tests/test_kernel_mutants.py \
+run "$PYTHON" -m pytest -q -n 8 -rf --tb=short tests/test_triton.py tests/test_stepgraph.py tests/test_kernel_mutants.py \
     tests/test_generate_flows.py tests/test_generate_ops.py
-run "$PYTHON" -m pytest -q -n 8 tests/test_cuda.py -k "triton or offsets or fifty or waits"
+run "$PYTHON" -m pytest -q -n 8 -rf --tb=short tests/test_cuda.py -k "triton or offsets or fifty or waits"
 run "$PYTHON" -m kvsieve verify gqa_quest_sparse_attention --backend triton --device cuda
 if command -v compute-sanitizer > /dev/null; then
     small="again or one_token or (attention_and_mass and sum and 5) or (selection_is_exact and 65)"
-    run compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" -m pytest -q tests/test_triton.py -k "$small"
-    run compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" -m pytest -q tests/test_triton.py -k "$small"
+    run compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" -m pytest -q -rf --tb=short tests/test_triton.py -k "$small"
+    run compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" -m pytest -q -rf --tb=short tests/test_triton.py -k "$small"
 fi
 exit $failed

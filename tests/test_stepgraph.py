@@ -27,7 +27,7 @@ EVICTING = ["h2o", "tova", "snapkv"]
 class Pair:
     """Two runtimes that live the same life; one steps through a graph."""
 
-    def __init__(self, flow: str, lengths: list[int], evict: bool, until: int = 150) -> None:
+    def __init__(self, flow: str, lengths: list[int], evict: bool, until: int | list[int] = 150) -> None:
         torch.manual_seed(len(flow))
         built = build_flow(flow)
         page = built.page_size or 5
@@ -191,9 +191,20 @@ def test_a_graph_ends_at_its_length() -> None:
         pair.graph.step()
 
 
+def test_each_request_may_have_its_own_length() -> None:
+    """Room is made for what each may reach, not for the longest."""
+    pair = Pair("gqa_quest_sparse_attention", [101, 3], evict=False, until=[1000, 12])
+    assert pair.runtimes[1].tables.block_allocator.capacity - 1 == 200 + 3
+    for _ in range(9):
+        pair.step()
+    with pytest.raises(ConfigError, match=r"expected requests of up to 12 tokens, one has 12 already"):
+        pair.graph.step()
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [
+        ({"until": [10, 20]}, r"expected a length for each of 1 requests, received \[10, 20\]"),
         ({"requests": []}, "expected at least one request, received none"),
         ({"until": 7.5}, r"StepGraph\(until=\): expected an integer"),
         ({"device": "gpu"}, "expected cpu or a CUDA device, received 'gpu'"),

@@ -182,14 +182,14 @@ class Runtime:
             heads = layer.pool.num_kv_heads * layer.group
             call.store(index, k, v, query_heads=heads, scale=layer.scale)
 
-    def reserve(self, requests: Sequence[RequestId], length: int) -> None:
-        """Make room now for requests that will each store ``length`` tokens: no step until then moves a pool.
+    def reserve(self, requests: Sequence[RequestId], lengths: Sequence[int]) -> None:
+        """Make room now for requests that will store so many tokens each: no step until then moves a pool.
 
         Raises:
             OutOfPages: the pool is limited and too small.
         """
         extra = 0 if self.eviction is None else self.page_size  # blocks of a trimmed page are free a step later
-        self.tables.reserve(requests, length + extra)
+        self.tables.reserve(requests, [length + extra for length in lengths])
         for _, layer in self.layers.items():
             self._reserved(layer)
 

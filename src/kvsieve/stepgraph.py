@@ -27,7 +27,7 @@ class StepGraph(Generic[T]):
     Args:
         runtime: all of its layers hold the requests' past.
         requests: the batch, in this order in every step.
-        until: tokens that each request may reach; room for them is reserved now.
+        until: tokens that each request may reach, or all of them; room for them is reserved now.
         body: runs a step: it attends every layer with the call that it is given, reading its inputs from tensors that
             the caller fills before each step, and returns tensors. It must not wait for the device.
         device: of all layers. On a CPU there are no graphs, and every step runs op by op.
@@ -36,7 +36,7 @@ class StepGraph(Generic[T]):
         graph: the captured step, None before it is captured. Replayed by itself it does the newest step again.
 
     Raises:
-        ConfigError: no request; the device is not available, or not that of all layers.
+        ConfigError: no request; not a length for each; the device is not available, or not that of all layers.
         OutOfPages: a limited pool that is too small.
     """
 
@@ -44,23 +44,24 @@ class StepGraph(Generic[T]):
         self,
         runtime: Runtime,
         requests: Sequence[RequestId],
-        until: int,
+        until: int | Sequence[int],
         body: Callable[[Call], T],
         device: torch.device | str = "cuda",
     ) -> None:
         self.runtime, self.requests, self.body = runtime, tuple(requests), body
-        check_integer("StepGraph(until=)", until, 1)
         if not self.requests:
             raise ConfigError("StepGraph: expected at least one request, received none")
+        self.until = _lengths(until, len(self.requests))
         self.device = _device(device)
         elsewhere = {layer.pool.device for layer in self._layers()} - {self.device}
         if elsewhere:
             raise ConfigError(f"StepGraph: expected layers on {self.device}, received some on {elsewhere.pop()}")
         evict = runtime.eviction
-        self.until = until if evict is None else evict.capacity + 1
+        if evict is not None:
+            self.until = (evict.capacity + 1,) * len(self.requests)
         runtime.reserve(self.requests, self.until)
         budgets = len({layer.budget for layer in self._layers()})
-        self._memory = StepMemory(self.device, len(self.requests), runtime.tables.pages(self.until), budgets)
+        self._memory = StepMemory(self.device, len(self.requests), runtime.tables.pages(max(self.until)), budgets)
         self._warm: object = None
         self._captured: object = None
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -75,11 +76,12 @@ class StepGraph(Generic[T]):
         Raises:
             ConfigError: a request would grow beyond ``until``.
         """
-        longest = max(self.runtime.tables[request].stored for request in self.requests)
-        if longest >= self.until and self.runtime.eviction is None:
-            raise ConfigError(f"StepGraph: expected requests of up to {self.until} tokens, one has {longest} already")
+        for request, until in zip(self.requests, self.until, strict=True):
+            stored = self.runtime.tables[request].stored
+            if stored >= until and self.runtime.eviction is None:
+                raise ConfigError(f"StepGraph: expected requests of up to {until} tokens, one has {stored} already")
         call = self.runtime.step(self.requests)
-        self.runtime.reserve((), 0)  # others may have taken the blocks that were free: the tables have grown then
+        self.runtime.reserve((), ())  # others may have taken the blocks that were free: the tables have grown then
         shape = call.step_shape()
         if shape is None:
             return self.body(call)
@@ -125,6 +127,16 @@ class StepGraph(Generic[T]):
             for field in (layer.pool.k, layer.pool.v, *layer.pool.summaries.values(), *layer.pool.state.values())
         ]
         return tuple(field.data_ptr() for field in fields)
+
+
+def _lengths(until: int | Sequence[int], requests: int) -> tuple[int, ...]:
+    """A length per request."""
+    lengths = tuple(until) if isinstance(until, Sequence) else (until,) * requests
+    if len(lengths) != requests:
+        raise ConfigError(f"StepGraph(until=): expected a length for each of {requests} requests, received {until!r}")
+    for length in lengths:
+        check_integer("StepGraph(until=)", length, 1)
+    return lengths
 
 
 def _device(device: torch.device | str) -> torch.device:

@@ -187,13 +187,14 @@ class RequestTables:
             growth.entered += rows
         return growth
 
-    def reserve(self, requests: Sequence[RequestId], length: int) -> None:
-        """Let blocks and rows exist for requests that will each store ``length`` tokens.
+    def reserve(self, requests: Sequence[RequestId], lengths: Sequence[int]) -> None:
+        """Let blocks and rows exist for requests that will store so many tokens each.
 
         Raises:
             OutOfPages: the pool is limited and too small.
         """
-        missing = sum(max(0, self.pages(length) - len(self[request].blocks)) for request in requests)
+        wanted = zip(requests, lengths, strict=True)
+        missing = sum(max(0, self.pages(length) - len(self[request].blocks)) for request, length in wanted)
         self._make_room(missing)
         self.block_allocator.reserve(missing)
         if self.stateful:

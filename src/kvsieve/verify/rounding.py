@@ -50,6 +50,10 @@ SUMS = _names(
 
 LOGS = frozenset(("logsumexp", "log_softmax", "_log_softmax"))
 
+TRUNCATED = 2.0
+"""Tensor cores cut partial sums off where others round (M. Fasi et al., Numerical behavior of NVIDIA tensor cores,
+PeerJ Computer Science 7:e330, 2021): twice the error of a rounding."""
+
 
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Half the spacing of numbers at 1: the largest relative error of one rounding."""
@@ -57,10 +61,13 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 class NoisyArithmetic:
-    """Multiplies values by ``1 + u * xi``; with ``u = 0`` it is exact arithmetic."""
+    """Multiplies values by ``1 + u * xi``; with ``u = 0`` it is exact arithmetic.
 
-    def __init__(self, u: float) -> None:
-        self.u = u
+    ``sums``: what a sum's roundings are larger by.
+    """
+
+    def __init__(self, u: float, sums: float = 1.0) -> None:
+        self.u, self.sums = u, sums
 
     def __call__(self, x: torch.Tensor, times: float = 1.0) -> torch.Tensor:
         if not self.u or not x.is_floating_point():
@@ -133,15 +140,17 @@ def graph_spread(
     u: float = 2.0**-24,
     sharp: bool = True,
     deviations: Mapping[str, torch.Tensor] | None = None,
+    sums: float = 1.0,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Values and rounding bounds of a traced flow method on float64 inputs of one segment.
 
-    ``deviations``: standard deviations of inputs that are themselves known up to rounding only.
+    ``deviations``: standard deviations of inputs that are themselves known up to rounding only. ``sums``: as in
+    :class:`NoisyArithmetic`.
     """
 
     def run(arithmetic: NoisyArithmetic) -> dict[str, torch.Tensor]:
         uncertain = {name: arithmetic.known_to(inputs[name], sigma) for name, sigma in (deviations or {}).items()}
-        return run_graph(graph, {**inputs, **uncertain}, arithmetic)
+        return run_graph(graph, {**inputs, **uncertain}, NoisyArithmetic(arithmetic.u, sums))
 
     return spread(run, u, sharp)
 
@@ -167,7 +176,7 @@ def _run_node(node: fx.Node, values: Mapping[fx.Node, Any], arithmetic: NoisyAri
     def swap(argument: Any) -> Any:
         value = values[argument] if isinstance(argument, fx.Node) else argument
         return (
-            arithmetic(value, growth(max(value.shape, default=1)))
+            arithmetic(value, arithmetic.sums * growth(max(value.shape, default=1)))
             if noisy and isinstance(value, torch.Tensor)
             else value
         )

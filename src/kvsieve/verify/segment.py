@@ -21,7 +21,7 @@ from kvsieve.verify.checks import (
     unchanged,
 )
 from kvsieve.verify.mass import MassTwin
-from kvsieve.verify.rounding import F64, attention_spread, graph_spread, unit_roundoff
+from kvsieve.verify.rounding import F64, TRUNCATED, attention_spread, graph_spread, unit_roundoff
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,20 @@ class SegmentTwin:
     Each stage is judged on what the runtime itself put into it (stored K, V, summaries, the state before the step), so
     that its bound is its own rounding only; ``reference`` goes its own way in float64, for drift and agreement.
     ``state`` is what the pool must hold, page by page, bit for bit: the initial value, or what a checked step wrote;
-    ``summaries`` likewise, for the full pages whose summary was checked.
+    ``summaries`` likewise, for the full pages whose summary was checked. ``tensor_cores``: products of scores may run
+    there.
     """
 
-    def __init__(self, reference: ReferenceSegment, graphs: FlowGraphs | None, dtype: torch.dtype, place: str) -> None:
+    def __init__(
+        self,
+        reference: ReferenceSegment,
+        graphs: FlowGraphs | None,
+        dtype: torch.dtype,
+        place: str,
+        tensor_cores: bool = False,
+    ) -> None:
         self.reference, self.graphs, self.dtype, self.place = reference, graphs, dtype, place
+        self.tensor_cores = tensor_cores
         self.state: list[dict[str, torch.Tensor]] = []
         self.summaries: dict[int, dict[str, torch.Tensor]] = {}
         mass = graphs.flow.mass if graphs else None
@@ -63,7 +72,7 @@ class SegmentTwin:
         return twin
 
     def _anew(self, reference: Any, place: str) -> SegmentTwin:
-        return SegmentTwin(reference, self.graphs, self.dtype, place)
+        return SegmentTwin(reference, self.graphs, self.dtype, place, self.tensor_cores)
 
     def crop(self, length: int) -> None:
         self.reference.crop(length)
@@ -200,7 +209,8 @@ class SegmentTwin:
             inputs |= masses
             if not self._finite():
                 return  # of such a request the mass, too, means nothing
-        exact, bound = graph_spread(self.graphs.score, inputs, sharp=self.sharp, deviations=deviations)
+        sums = TRUNCATED if self.tensor_cores else 1.0
+        exact, bound = graph_spread(self.graphs.score, inputs, sharp=self.sharp, deviations=deviations, sums=sums)
         compare(numbers, "score", self.place, scores, exact["scores"], bound["scores"])
         for name in self.graphs.state_writes:
             for place, page in enumerate(window):

@@ -383,7 +383,9 @@ class Twin:
             sinks=None if sinks is None else sinks[head * shape.group : (head + 1) * shape.group],
             layer=layer,
         )
-        return SegmentTwin(reference, self._graphs[layer], self.options.dtype, _place(layer, request, head))
+        dtype = self.options.dtype
+        tensor_cores = self.options.device != "cpu" and dtype.itemsize == 2
+        return SegmentTwin(reference, self._graphs[layer], dtype, _place(layer, request, head), tensor_cores)
 
     def _copy(self, source: RequestId, twin: RequestId) -> None:
         self.requests[twin], p = self.requests[source], self.options.page_size

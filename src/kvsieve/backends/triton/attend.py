@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kvsieve.backends.base import AttentionOptions, Selection
+from kvsieve.backends.triton.elementary import exp, tanh
 from kvsieve.backends.triton.launch import (
     INTERPRETED,
     counters,
@@ -27,9 +28,7 @@ def logits_of(products, scale, softcap, SOFTCAP: tl.constexpr):
     """Scaled products, soft-capped."""
     logits = products * scale
     if SOFTCAP:
-        fade = tl.exp(-2.0 * tl.abs(logits) / softcap)
-        tanh = (1.0 - fade) / (1.0 + fade)
-        logits = tl.where(logits < 0, -tanh, tanh) * softcap
+        logits = tanh(logits / softcap) * softcap
     return logits
 
 
@@ -94,8 +93,8 @@ def _attend_kernel(
                     mask=(row < group)[:, None] & there[None, :],
                 )
             now = tl.maximum(highest, tl.max(logits, 1))
-            p = tl.exp(logits - now[:, None])
-            fade = tl.exp(highest - now)
+            p = exp(logits - now[:, None])
+            fade = exp(highest - now)
             highest = now
             total = total * fade + tl.sum(p, 1)
             acc = acc * fade[:, None]
@@ -181,13 +180,13 @@ def _merge(
         part_lse + base[None, :] + one[:, None] * group, mask=there, other=float("-inf"), cache_modifier=".cg"
     )
     highest = tl.where(real, tl.max(each, 0), 0.0)
-    total = tl.sum(tl.exp(each - highest[None, :]), 0)
+    total = tl.sum(exp(each - highest[None, :]), 0)
     acc = tl.zeros([GROUP, BLOCK_DV], tl.float32)
     for start in range(0, used, PART):
         some = start + tl.arange(0, PART)
         held = (some < used)[:, None] & real[None, :]
         at = base[None, :] + some[:, None] * group
-        weight = tl.exp(tl.load(part_lse + at, mask=held, other=float("-inf"), cache_modifier=".cg") - highest[None, :])
+        weight = exp(tl.load(part_lse + at, mask=held, other=float("-inf"), cache_modifier=".cg") - highest[None, :])
         values = tl.load(
             part + at[:, :, None] * DV + dv[None, None, :],
             mask=held[:, :, None] & (dv < DV)[None, None, :],
@@ -206,8 +205,8 @@ def _finish(
     if SINKS:
         sink = tl.load(sinks + h * group + row, mask=real, other=float("-inf")).to(tl.float32)
         now = tl.maximum(highest, sink)
-        fade = tl.exp(highest - now)
-        total = total * fade + tl.exp(sink - now)
+        fade = exp(highest - now)
+        total = total * fade + exp(sink - now)
         acc = acc * fade[:, None]
         highest = now
     base = segment * group + row

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from kvsieve.backends.base import AttentionOptions
 from kvsieve.backends.triton.attend import logits_of
+from kvsieve.backends.triton.elementary import exp
 from kvsieve.backends.triton.launch import INTERPRETED, power_of_two
 from kvsieve.paging.pool import LayerPool
 
@@ -62,12 +63,12 @@ def _lse_kernel(
         seen = token[None, :] <= position[:, None]
         logits = tl.where(seen, logits_of(products, scale, softcap, SOFTCAP), float("-inf"))
         now = tl.maximum(highest, tl.max(logits, 1))
-        total = total * tl.exp(highest - now) + tl.sum(tl.exp(logits - now[:, None]), 1)
+        total = total * exp(highest - now) + tl.sum(exp(logits - now[:, None]), 1)
         highest = now
     if SINKS:
         sink = tl.load(sinks + h * group + g, mask=real, other=float("-inf")).to(tl.float32)
         now = tl.maximum(highest, sink)
-        total = total * tl.exp(highest - now) + tl.exp(sink - now)
+        total = total * exp(highest - now) + exp(sink - now)
         highest = now
     row = first_row + tl.arange(0, ROWS)
     tl.store(lse + h * rows * GROUP + row, highest + tl.log(total), mask=query < rows)
@@ -92,7 +93,7 @@ def _columns_kernel(
         seen = (token[None, :] <= (start + query)[:, None]) & real[:, None]
         row = first_row + tl.arange(0, ROWS)
         norm = tl.load(lse + h * rows * GROUP + row, mask=query < rows, other=0.0)
-        p = tl.where(seen, tl.exp(logits_of(products, scale, softcap, SOFTCAP) - norm[:, None]), 0.0)
+        p = tl.where(seen, exp(logits_of(products, scale, softcap, SOFTCAP) - norm[:, None]), 0.0)
         p = p * tl.load(weights + query, mask=query < rows, other=0.0)[:, None]
         if REDUCTION == "max":
             p = tl.max(tl.reshape(p, [ROWS // GROUP, GROUP, TOKENS]), 1)

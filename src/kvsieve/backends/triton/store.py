@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kvsieve.backends.base import Selection
+from kvsieve.backends.triton.elementary import exp
 from kvsieve.backends.triton.launch import dependent_launch, let_next_start, power_of_two, wait_for_inputs
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.slots import POSITION
@@ -90,7 +91,7 @@ def _mass_kernel(
         segment = (b * tl.num_programs(0) + h) * group
         for one in range(group):
             logits = tl.load(raw + (segment + one) * raw_g + token, mask=there, other=float("-inf"))
-            p = tl.where(there, tl.exp(logits - tl.load(lse + segment + one)), 0.0)
+            p = tl.where(there, exp(logits - tl.load(lse + segment + one)), 0.0)
             new = tl.maximum(new, p) if REDUCTION == "max" else new + p
         if REDUCTION == "mean":
             new = new / group

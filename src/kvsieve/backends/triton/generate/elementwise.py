@@ -13,7 +13,7 @@ from kvsieve.backends.triton.generate.ir import Op
 EXACT, ONE, FEW = "none", "u", "a few u"
 
 _UNARY = {  # float in, float out
-    "exp": ("tl.exp({0})", "(2 + |x|) u: the argument's own rounding is multiplied by x"),
+    "exp": ("f.exp({0})", FEW),
     "exp2": ("tl.exp2({0})", FEW),
     "expm1": ("f.expm1({0})", FEW),
     "log": ("tl.log({0})", FEW),
@@ -23,8 +23,8 @@ _UNARY = {  # float in, float out
     "sqrt": ("tl.sqrt({0})", FEW),
     "rsqrt": ("(1.0 / tl.sqrt({0}))", FEW),
     "reciprocal": ("(1.0 / {0})", FEW),
-    "sigmoid": ("f.sigmoid({0})", "(3 + |x|) u"),
-    "log_sigmoid": ("(tl.minimum({0}, 0.0) - f.log1p(tl.exp(-tl.abs({0}))))", FEW),
+    "sigmoid": ("f.sigmoid({0})", FEW),
+    "log_sigmoid": ("(tl.minimum({0}, 0.0) - f.log1p(f.exp(-tl.abs({0}))))", FEW),
     "tanh": ("f.tanh({0})", FEW),
     "sin": ("tl.sin({0})", FEW),
     "cos": ("tl.cos({0})", FEW),
@@ -32,14 +32,14 @@ _UNARY = {  # float in, float out
     "asin": ("f.asin({0})", FEW),
     "acos": ("f.acos({0})", FEW),
     "atan": ("f.atan({0})", FEW),
-    "sinh": ("f.sinh({0})", "(3 + |x|) u"),
-    "cosh": ("f.cosh({0})", "(3 + |x|) u"),
+    "sinh": ("f.sinh({0})", FEW),
+    "cosh": ("f.cosh({0})", FEW),
     "asinh": ("f.asinh({0})", FEW),
     "acosh": ("f.acosh({0})", FEW),
     "atanh": ("f.atanh({0})", FEW),
     "erf": ("tl.erf({0})", FEW),
     "erfc": ("f.erfc({0})", "u of 1 where the interpreter runs it, a few u of the result on a GPU"),
-    "silu": ("({0} * f.sigmoid({0}))", "(4 + |x|) u"),
+    "silu": ("({0} * f.sigmoid({0}))", FEW),
     "frac": ("({0} - f.trunc({0}))", EXACT),
 }
 _ANY = {  # the dtype stays
@@ -244,7 +244,7 @@ def _activation(call: Call) -> Op:
         return b.map("tl.where({0} > 0.0, {0}, {0} * {1})", x, b.number(call.arguments["negative_slope"]))
     if call.name == "softplus":
         beta, threshold = (b.number(call.arguments[name]) for name in ("beta", "threshold"))
-        return b.map("tl.where({0} * {1} > {2}, {0}, f.log1p(tl.exp({0} * {1})) / {1})", x, beta, threshold)
+        return b.map("tl.where({0} * {1} > {2}, {0}, f.log1p(f.exp({0} * {1})) / {1})", x, beta, threshold)
     numbers = [b.number(call.arguments[name]) for name in ("alpha", "scale", "input_scale")]
     return b.map("tl.where({0} > 0.0, {0} * {2}, f.expm1({0} * {3}) * {1} * {2})", x, *numbers)
 

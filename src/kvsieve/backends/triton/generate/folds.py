@@ -33,7 +33,7 @@ def found(printer: Printer, partial: Partial) -> list[Tile]:
     text = f'tl.max(tl.where({valid}, {tile.text}, float("-inf")), 0, keep_dims=True)'
     high = printer.named(x, Tile(text, dims), "chunk_max", True)
     base = printer.named(x, Tile(f'tl.where({high.text} == float("-inf"), 0.0, {high.text})', dims), "chunk_base", True)
-    text = f"tl.sum(tl.where({valid}, tl.exp({tile.text} - {base.text}), 0.0), 0, keep_dims=True)"
+    text = f"tl.sum(tl.where({valid}, f.exp({tile.text} - {base.text}), 0.0), 0, keep_dims=True)"
     return [high, printer.named(x, Tile(text, dims), "chunk_sum", True)]
 
 
@@ -96,8 +96,8 @@ def _combine(printer: Printer, partial: Partial, results: list[str], loaded: lis
         top, base = printer.names.new("top"), printer.names.new("base")
         lines.append(f"    {top} = tl.maximum({high}, tl.max({highs}, 0, keep_dims=True))")
         lines.append(f'    {base} = tl.where({top} == float("-inf"), 0.0, {top})')
-        moved = f"tl.sum({totals} * tl.exp({highs} - {base}), 0, keep_dims=True)"
-        lines.append(f"    {total} = {total} * tl.exp({high} - {base}) + {moved}")
+        moved = f"tl.sum({totals} * f.exp({highs} - {base}), 0, keep_dims=True)"
+        lines.append(f"    {total} = {total} * f.exp({high} - {base}) + {moved}")
         lines.append(f"    {high} = {top}")
         return
     reduced = _over_pages(partial.kind, dtype, loaded[0])

@@ -44,7 +44,7 @@ def log_sum(b: Builder, x: Op, axes: Sequence[int]) -> tuple[Op, Op]:
         high, total = (b.regroup(b.fold("softmax", x, part), kept) for part in (0, 1))
         return _finite(b, high), total
     high = _finite(b, reduce_axes(b, "max", x, axes, True))
-    return high, reduce_axes(b, "sum", b.map("tl.exp({0} - {1})", x, high), axes, True)
+    return high, reduce_axes(b, "sum", b.map("f.exp({0} - {1})", x, high), axes, True)
 
 
 def _finite(b: Builder, x: Op) -> Op:
@@ -141,7 +141,7 @@ def _softmax(call: Call) -> Op:
     high, total = log_sum(b, x, axes)
     if "log" in call.name:
         return b.map("({0} - {1} - tl.log({2}))", x, high, total)
-    return b.map("(tl.exp({0} - {1}) / {2})", x, high, total)
+    return b.map("(f.exp({0} - {1}) / {2})", x, high, total)
 
 
 def _cast(call: Call) -> Op:
@@ -167,13 +167,13 @@ def rows() -> dict[str, Row]:
         "var": Row(_var, "two sums", "as sum, of the squares"),
         "std": Row(_var, "two sums and a square root", "as sum, of the squares"),
         "linalg_vector_norm": Row(_norm, "tl.sum of powers", "as sum, of the powers"),
-        "logsumexp": Row(_logsumexp, "maximum, then sum of tl.exp", "u |max| and a few u"),
+        "logsumexp": Row(_logsumexp, "maximum, then sum of f.exp", "u |max| and a few u"),
     }
     table |= {name: Row(_logical, "tl.max or tl.min of 0 and 1", "none") for name in ("any", "all")}
     table |= {name: Row(_extreme, "f.max or f.min, which keep NaN", "none") for name in ("amax", "amin", "max", "min")}
     softmax = "(4 + |x - max|) u relative, and that of a sum of W terms"
     names = ("softmax", "_softmax", "log_softmax", "_log_softmax")
-    table |= {name: Row(_softmax, "tl.exp({0} - max) / sum, in two stages over pages", softmax) for name in names}
+    table |= {name: Row(_softmax, "f.exp({0} - max) / sum, in two stages over pages", softmax) for name in names}
     for name in ("cumsum", "cumprod", "logcumsumexp"):
         table[name] = Row(_running, "a scan; over pages after the chunks before", "n u of the sum of magnitudes")
     return table
