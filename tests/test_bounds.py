@@ -12,10 +12,12 @@ import kvsieve.verify.segment
 from kvsieve import Budget
 from kvsieve.backends.eager import EagerBackend
 from kvsieve.flow import Flow, build_flow
+from kvsieve.graph import Geometry, trace_flow
 from kvsieve.verify import Fault, Numbers
 from kvsieve.verify.checks import compare
 from kvsieve.verify.data import IidData, LayerShape
 from kvsieve.verify.mutants.flow import EveryRule
+from kvsieve.verify.rounding import F64, graph_spread
 from kvsieve.verify.twin import Twin, TwinOptions
 
 PAGE, LENGTH = 5, 38
@@ -103,3 +105,29 @@ def test_honest_runs_come_within_a_factor_of_ten(flow: Flow) -> None:
     stages = {"score", "state", "output", "lse"} | ({"summary"} if flow.summarize else set())
     for stage in stages:
         assert 0.1 <= worst[stage] <= 1, (stage, worst)
+
+
+def on_tensor_cores(terms: torch.Tensor) -> torch.Tensor:
+    """Sums over the last axis, 16 terms at a time, each cut off one bit below the last of the largest among them."""
+    total = torch.zeros(terms.shape[:-1], dtype=F64)
+    for some in terms.split(16, -1):
+        together = torch.cat([total[..., None], some], -1)
+        largest = torch.exp2(together.abs().amax(-1).log2().floor())
+        total = (torch.trunc(together / largest[..., None] * 2.0**24).sum(-1) * largest / 2**24).float().to(F64)
+    return total
+
+
+@pytest.mark.parametrize("width", [80, 128])
+def test_a_bound_for_tensor_cores_holds_what_they_cut_off(width: int) -> None:
+    """Scores of one sign, whose errors have one sign too: a tenth of the bound or more, and more than rounding may bring."""
+    torch.manual_seed(0)
+    graphs = trace_flow(build_flow("gqa_quest_sparse_attention"), Geometry(5, width, width, 3, 1.0, 0), {})
+    assert graphs.score is not None
+    q, k_min = torch.rand(3, width).half().to(F64) + 1, torch.rand(9, width).half().to(F64) + 1
+    inputs = {"q": q, "k_min": k_min, "k_max": k_min + 1}
+    computed = on_tensor_cores(q[:, None] * inputs["k_max"]).amax(0)
+    exact, bound = graph_spread(graphs.score, inputs, tensor_cores=True)
+    rounding = graph_spread(graphs.score, inputs)[1]
+    error = (computed - exact["scores"]).abs()
+    assert 0.1 < float((error / bound["scores"]).max()) <= 1
+    assert float((error / rounding["scores"]).max()) > 1

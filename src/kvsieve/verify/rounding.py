@@ -48,11 +48,8 @@ SUMS = _names(
     "layer_norm"
 )
 
+CONTRACTIONS = _names("sum matmul mm bmm mv dot linear einsum")
 LOGS = frozenset(("logsumexp", "log_softmax", "_log_softmax"))
-
-TRUNCATED = 2.0
-"""Tensor cores cut partial sums off where others round (M. Fasi et al., Numerical behavior of NVIDIA tensor cores,
-PeerJ Computer Science 7:e330, 2021): twice the error of a rounding."""
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -63,16 +60,24 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 class NoisyArithmetic:
     """Multiplies values by ``1 + u * xi``; with ``u = 0`` it is exact arithmetic.
 
-    ``sums``: what a sum's roundings are larger by.
+    ``tensor_cores``: products may be added up there. They cut each one off at the last bit of the largest partial sum
+    where others round (M. Fasi et al., Numerical behavior of NVIDIA tensor cores, PeerJ Computer Science 7:e330, 2021):
+    errors of one sign, so that they grow with the number of terms instead of its root.
     """
 
-    def __init__(self, u: float, sums: float = 1.0) -> None:
-        self.u, self.sums = u, sums
+    def __init__(self, u: float, tensor_cores: bool = False) -> None:
+        self.u, self.tensor_cores = u, tensor_cores
 
     def __call__(self, x: torch.Tensor, times: float = 1.0) -> torch.Tensor:
         if not self.u or not x.is_floating_point():
             return x
         return x * (1 + times * self.u * torch.randn(x.shape, dtype=F64))
+
+    def cut_off(self, x: torch.Tensor, terms: int, size: torch.Tensor) -> torch.Tensor:
+        """A sum of so many products on tensor cores; ``size``: that of their absolute values."""
+        if not self.u or not self.tensor_cores:
+            return x
+        return x + self.u * terms / SIGMAS * size * torch.randn(x.shape, dtype=F64)
 
     def known_to(self, x: torch.Tensor, deviation: torch.Tensor) -> torch.Tensor:
         """A value that is known up to an absolute deviation."""
@@ -140,17 +145,17 @@ def graph_spread(
     u: float = 2.0**-24,
     sharp: bool = True,
     deviations: Mapping[str, torch.Tensor] | None = None,
-    sums: float = 1.0,
+    tensor_cores: bool = False,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Values and rounding bounds of a traced flow method on float64 inputs of one segment.
 
-    ``deviations``: standard deviations of inputs that are themselves known up to rounding only. ``sums``: as in
-    :class:`NoisyArithmetic`.
+    ``deviations``: standard deviations of inputs that are themselves known up to rounding only. ``tensor_cores``: as
+    in :class:`NoisyArithmetic`.
     """
 
     def run(arithmetic: NoisyArithmetic) -> dict[str, torch.Tensor]:
         uncertain = {name: arithmetic.known_to(inputs[name], sigma) for name, sigma in (deviations or {}).items()}
-        return run_graph(graph, {**inputs, **uncertain}, NoisyArithmetic(arithmetic.u, sums))
+        return run_graph(graph, {**inputs, **uncertain}, NoisyArithmetic(arithmetic.u, tensor_cores))
 
     return spread(run, u, sharp)
 
@@ -176,7 +181,7 @@ def _run_node(node: fx.Node, values: Mapping[fx.Node, Any], arithmetic: NoisyAri
     def swap(argument: Any) -> Any:
         value = values[argument] if isinstance(argument, fx.Node) else argument
         return (
-            arithmetic(value, arithmetic.sums * growth(max(value.shape, default=1)))
+            arithmetic(value, growth(max(value.shape, default=1)))
             if noisy and isinstance(value, torch.Tensor)
             else value
         )
@@ -186,9 +191,29 @@ def _run_node(node: fx.Node, values: Mapping[fx.Node, Any], arithmetic: NoisyAri
     args = fx.node.map_aggregate(args, _widen)
     kwargs = fx.node.map_aggregate(kwargs, _widen)
     result = node.target(*args, **kwargs)  # type: ignore[operator]
+    if arithmetic.tensor_cores and name in CONTRACTIONS and result.is_floating_point():
+        operands: list[torch.Tensor] = []
+
+        def absolute(argument: Any) -> Any:
+            if not isinstance(argument, torch.Tensor):
+                return argument
+            operands.append(argument.abs())
+            return operands[-1]
+
+        size = node.target(*fx.node.map_aggregate(args, absolute), **fx.node.map_aggregate(kwargs, absolute))  # type: ignore[operator]
+        result = arithmetic.cut_off(result, _terms(name, operands, result), size)
     if name is None or name in EXACT or not isinstance(result, torch.Tensor):
         return result
     return arithmetic.shifted(arithmetic(result)) if name in LOGS else arithmetic(result)
+
+
+def _terms(name: str, operands: list[torch.Tensor], result: torch.Tensor) -> int:
+    """Products or terms that a contraction adds up."""
+    if name == "sum":
+        return operands[0].numel() // max(1, result.numel())
+    if name == "einsum":
+        return max(max(operand.shape, default=1) for operand in operands)
+    return operands[0].shape[-1]
 
 
 def _widen(argument: Any) -> Any:

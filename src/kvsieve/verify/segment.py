@@ -21,7 +21,7 @@ from kvsieve.verify.checks import (
     unchanged,
 )
 from kvsieve.verify.mass import MassTwin
-from kvsieve.verify.rounding import F64, TRUNCATED, attention_spread, graph_spread, unit_roundoff
+from kvsieve.verify.rounding import F64, attention_spread, graph_spread, unit_roundoff
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,9 @@ class SegmentTwin:
             inputs |= masses
             if not self._finite():
                 return  # of such a request the mass, too, means nothing
-        sums = TRUNCATED if self.tensor_cores else 1.0
-        exact, bound = graph_spread(self.graphs.score, inputs, sharp=self.sharp, deviations=deviations, sums=sums)
+        exact, bound = graph_spread(
+            self.graphs.score, inputs, sharp=self.sharp, deviations=deviations, tensor_cores=self.tensor_cores
+        )
         compare(numbers, "score", self.place, scores, exact["scores"], bound["scores"])
         for name in self.graphs.state_writes:
             for place, page in enumerate(window):

@@ -39,6 +39,11 @@ if INTERPRETED:
         return tl.exp(x)
 
     @triton.jit
+    def exp_minus(x, y):
+        """e**(x - y)."""
+        return tl.exp(x - y)
+
+    @triton.jit
     def log1p(x):
         u = 1.0 + x
         return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
@@ -137,6 +142,11 @@ else:
     @triton.jit
     def exp(x):
         return libdevice.exp(x)
+
+    @triton.jit
+    def exp_minus(x, y):
+        """e**(x - y) of the x that others see: a product, fused into the difference, would not have been rounded."""
+        return libdevice.exp(libdevice.add_rn(x, -y))
 
     @triton.jit
     def log1p(x):

@@ -22,6 +22,7 @@ from kvsieve.backends.triton.elementary import (
     cosh,
     erfc,
     exp,
+    exp_minus,
     expm1,
     hypot,
     is_negative,

@@ -44,7 +44,7 @@ def log_sum(b: Builder, x: Op, axes: Sequence[int]) -> tuple[Op, Op]:
         high, total = (b.regroup(b.fold("softmax", x, part), kept) for part in (0, 1))
         return _finite(b, high), total
     high = _finite(b, reduce_axes(b, "max", x, axes, True))
-    return high, reduce_axes(b, "sum", b.map("f.exp({0} - {1})", x, high), axes, True)
+    return high, reduce_axes(b, "sum", b.map("f.exp_minus({0}, {1})", x, high), axes, True)
 
 
 def _finite(b: Builder, x: Op) -> Op:
@@ -141,7 +141,7 @@ def _softmax(call: Call) -> Op:
     high, total = log_sum(b, x, axes)
     if "log" in call.name:
         return b.map("({0} - {1} - tl.log({2}))", x, high, total)
-    return b.map("(f.exp({0} - {1}) / {2})", x, high, total)
+    return b.map("(f.exp_minus({0}, {1}) / {2})", x, high, total)
 
 
 def _cast(call: Call) -> Op:
