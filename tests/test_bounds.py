@@ -119,7 +119,7 @@ def on_tensor_cores(terms: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("width", [80, 128])
 def test_a_bound_for_tensor_cores_holds_what_they_cut_off(width: int) -> None:
-    """Scores of one sign, whose errors have one sign too: a tenth of the bound or more, and more than rounding may bring."""
+    """Scores of one sign, whose errors have one sign too: a tenth of the bound, and more than rounding may bring."""
     torch.manual_seed(0)
     graphs = trace_flow(build_flow("gqa_quest_sparse_attention"), Geometry(5, width, width, 3, 1.0, 0), {})
     assert graphs.score is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import random_flows
 from generated_world import close, make_world, run_beside_float64
 from kvsieve.backends.triton.generate import Refused, folds, generate_score, generate_summarize, program, tuning
 from kvsieve.backends.triton.generate.program import Variant
+from kvsieve.backends.triton.generate.run import Launch
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.flow import Flow, build_flow, load_flow
 from kvsieve.graph import Geometry, trace_flow
@@ -68,6 +70,21 @@ def test_windows_of_several_chunks(name: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         world = make_world(graphs, (1500, 1, 1024), 1, dtype, device=DEVICE)
         run_beside_float64(world, close(BOUNDS[dtype]))
+
+
+@pytest.mark.parametrize("name", ["gqa_quest_sparse_attention", "h2o", "block_sparse_attention"])
+@pytest.mark.parametrize("more", [0, 700])
+def test_a_long_request_among_short_ones(name: str, more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of all requests follow each other in one launch, which may have more room than there are pages."""
+    dealt: list[int] = []
+    usual = Launch._dealt
+    monkeypatch.setattr(Launch, "_dealt", lambda *given: dealt.append(usual(*given)) or dealt[-1])
+    monkeypatch.setattr(tuning, "MOST_PAGES", 64)
+    graphs = trace_flow(build_flow(name), Geometry(1, 16, 16, 2))
+    world = make_world(graphs, (3, 1, 900, 0, 64, 65, 1, 2, 0), 2, device=DEVICE)
+    world.window = replace(world.window, most_pages=world.window.total_pages + more)
+    run_beside_float64(world, close(BOUNDS[torch.float32]))
+    assert any(dealt)
 
 
 def test_queries_of_another_dtype_than_pages() -> None:

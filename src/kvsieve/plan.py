@@ -256,7 +256,13 @@ class Plan:
             max_topk=kept - budget.sink - budget.recent if longest > kept else 0,
             total_pages=sum(widths),
             mass_scale=self._scales(scored),
+            settled=budget.recent > 0,
+            most_pages=self._most_pages(budget, widths),
         )
+
+    def _most_pages(self, budget: Budget, widths: list[int]) -> int:
+        """Window pages of all requests; of a plan that others follow in one graph, as many as there may be."""
+        return sum(widths)
 
     def _longest(self, pages: list[int]) -> int:
         """Pages of the longest request. What is kept of a request, and its window, grow with it."""

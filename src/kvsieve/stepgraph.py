@@ -61,7 +61,7 @@ class StepGraph(Generic[T]):
             self.until = (evict.capacity + 1,) * len(self.requests)
         runtime.reserve(self.requests, self.until)
         budgets = len({layer.budget for layer in self._layers()})
-        self._memory = StepMemory(self.device, len(self.requests), runtime.tables.pages(max(self.until)), budgets)
+        self._memory = StepMemory(self.device, [runtime.tables.pages(length) for length in self.until], budgets)
         self._warm: object = None
         self._captured: object = None
         self.graph: torch.cuda.CUDAGraph | None = None

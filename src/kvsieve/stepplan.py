@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kvsieve.budget import Budget
 from kvsieve.mass import RequestMass
 from kvsieve.paging.allocator import NULL_BLOCK, BlockId
 from kvsieve.paging.slots import Trim
@@ -22,11 +23,12 @@ NAMES = 16
 
 
 class StepMemory:
-    """Device memory of a graph's plans: block and row tables [B, pages], and a buffer for everything else, of layers
-    with so many different budgets."""
+    """Device memory of a graph's plans, for requests of up to so many pages each: block and row tables
+    [B, most pages], and a buffer for everything else, of layers with so many different budgets."""
 
-    def __init__(self, device: torch.device, batch: int, pages: int, budgets: int) -> None:
-        self.device, self.batch, self.pages = device, batch, pages
+    def __init__(self, device: torch.device, limits: Sequence[int], budgets: int) -> None:
+        self.device, self.limits = device, tuple(limits)
+        self.batch, self.pages = batch, pages = len(limits), max(limits)
         self.table, self.rows = (torch.zeros(batch, pages, dtype=torch.int64, device=device) for _ in range(2))
         self.known: object = None
         self._size = (NAMES + 3 * budgets) * (batch + 1)
@@ -144,6 +146,9 @@ class StepPlan(Plan):
 
     def _longest(self, pages: list[int]) -> int:
         return self.memory.pages
+
+    def _most_pages(self, budget: Budget, widths: list[int]) -> int:
+        return sum(budget.window(pages) for pages in self.memory.limits)
 
     def _scored(self, widths: list[int], any_scored: bool) -> list[int]:
         return list(range(len(widths))) if any_scored else []

@@ -18,7 +18,8 @@ class Window:
     ``requests`` [Bs]: their places in the batch. ``table``, ``row_table`` [B, S], ``lengths`` [B]: of the whole batch.
     ``widths`` [Bs]: window pages of each; the first is page ``sink``. ``width``: as many columns as the window has.
     ``topk`` [Bs]: pages to choose, 0 for requests under budget. ``mass_scale`` [Bs, 1]: what stored mass is multiplied
-    by; None without mass.
+    by; None without mass. ``settled``: no page that the call itself fills or writes to is among them. ``most_pages``:
+    what ``total_pages`` may be where the same launch serves other steps.
     """
 
     requests: torch.Tensor
@@ -33,6 +34,8 @@ class Window:
     max_topk: int
     total_pages: int
     mass_scale: torch.Tensor | None = None
+    settled: bool = False
+    most_pages: int | None = None
     _flat: dict[tuple[int, int, int, bool], SegmentWindow] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

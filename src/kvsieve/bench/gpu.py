@@ -18,6 +18,8 @@ REPLAYS = 12
 """Of a graph in a row: its launch takes the host as long as many calls, and is hidden behind the replay before it."""
 FLUSH_BYTES = 256 << 20
 FEWEST_LAYERS, MOST_LAYERS = 4, 32
+STEPS_AHEAD = 2
+"""Steps until one is replayed."""
 MEMORY_SHARE = 0.6
 """Of the free memory, that a measurement's layers may take."""
 
@@ -84,7 +86,10 @@ def _captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 def measure_in_graphs(
     stack: Stack, forms: Mapping[str, Callable[[int], object]], tick: Callable[[], None]
 ) -> tuple[dict[str, Times], Times]:
-    """Chain times of a stack's phases, dense forms and whole step, by name; and the single time of its step."""
+    """Chain times of a stack's phases, dense forms and whole step, by name; and the single time of its step.
+
+    The step is one half a page below its context, if it can go back there: one in p fills a page.
+    """
     setting = stack.setting
     clock = GraphClock(torch.device(setting.device), setting.layers, setting.repeats)
     phases = stack.phases()
@@ -96,6 +101,7 @@ def measure_in_graphs(
                 run(layer)
 
     single = clock.single(one_layer)
+    stack.step_back(STEPS_AHEAD)
     graph = StepGraph(
         stack.runtime,
         stack.requests,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,6 +77,12 @@ class Stack:
         elif self.runtime.length(self.requests[0]) % p == 0:
             pages = -(-self.context // p)
             self.runtime.crop(self.requests, [(pages - 1) * p] * len(self.requests))
+
+    def step_back(self, steps: int) -> None:
+        """Forget tokens, so that so many steps lead to half a page below the context; state cannot be undone."""
+        if not self.runtime.tables.stateful:
+            tokens = self.context - self.runtime.page_size // 2 - steps
+            self.runtime.crop(self.requests, [tokens] * len(self.requests))
 
     def step(self) -> list[Attended]:
         """A decode step through all layers."""
@@ -172,7 +179,10 @@ class Stack:
     def _quota(self) -> Any:
         layer = self.layer(0)
         scoring = layer.graphs is not None and layer.graphs.score is not None
-        return self.plan.quota(layer.budget or DENSE, scoring, bool(layer.graphs and layer.graphs.state_writes))
+        quota = self.plan.quota(layer.budget or DENSE, scoring, bool(layer.graphs and layer.graphs.state_writes))
+        if quota.window is None:
+            return quota
+        return replace(quota, window=replace(quota.window, settled=False))  # phases follow each other
 
     def _fill(self, tokens: int) -> None:
         """Store the past without attending it: dense prefill of a long context would take minutes. Its queries seed the

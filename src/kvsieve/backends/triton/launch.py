@@ -58,7 +58,11 @@ def _dependent(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def dependent_launch(device: torch.device, programs: int | None = None) -> dict[str, Any]:
+AT_END, ONCE_WAITED, AT_ONCE = 1, 2, 3
+"""When a kernel lets the next one be set up: behind its own work, or as soon as its inputs are there, or before."""
+
+
+def dependent_launch(device: torch.device, programs: int | None = None, when: int = AT_END) -> dict[str, Any]:
     """Options of a kernel that starts while the one before it ends, where the GPU can: it must call
     :func:`wait_for_inputs` before it reads or writes what other kernels touch.
 
@@ -66,21 +70,30 @@ def dependent_launch(device: torch.device, programs: int | None = None) -> dict[
     """
     if not _dependent(device):
         return {"PDL": 0}
-    early = programs is not None and programs <= multiprocessors(device)
-    return {"PDL": 2 if early else 1, "launch_pdl": True}
+    if programs is not None and programs <= multiprocessors(device):
+        when = max(when, ONCE_WAITED)
+    return {"PDL": when, "launch_pdl": True}
 
 
 @triton.jit
-def wait_for_inputs(PDL: tl.constexpr):
-    """Until the kernel before has ended and what it wrote is seen. It had itself waited for all that came before it."""
-    if PDL > 0:
+def wait_for_inputs(PDL: tl.constexpr, LATE: tl.constexpr = False):
+    """Until the kernel before has ended and what it wrote is seen. It had itself waited for all that came before it.
+
+    ``LATE``: of what the kernel before writes nothing is read, and it was not let go before what came ahead of it had
+    ended. Then this one waits at its own end, so that those behind it find the work of both done.
+    """
+    if PDL == 3:
+        tl.extra.cuda.gdc_launch_dependents()
+    if PDL > 0 and not LATE:
         tl.extra.cuda.gdc_wait()
     if PDL == 2:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def let_next_start(PDL: tl.constexpr):
+def let_next_start(PDL: tl.constexpr, LATE: tl.constexpr = False):
     """The kernel behind may be set up: it waits by itself."""
     if PDL == 1:
         tl.extra.cuda.gdc_launch_dependents()
+    if PDL > 0 and LATE:
+        tl.extra.cuda.gdc_wait()

@@ -24,16 +24,14 @@ def kth_largest(keys, k, BLOCK: tl.constexpr, GROUPS: tl.constexpr, FEW: tl.cons
     if FEW:
         low = tl.where(tl.sum((keys >= low).to(tl.int32), 0) < k, low ^ low, low)
     above = tl.where(keys >= low, keys - low, 0)
-    reach = (keys >= low).to(tl.int32)
-    span = tl.max(above, 0)
+    span = tl.max(groups, 0) - low
     found = span ^ span
-    bit = found + 1
-    while (bit << 1) - 1 < span:
-        bit = bit << 1
-    count = tl.sum(reach, 0)
+    exponent = (span.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127  # of the span's first bit, or one more
+    bit = (found + 1) << tl.minimum(tl.maximum(exponent, 0), 31).to(tl.uint32)
+    count = tl.sum((keys >= low).to(tl.int32), 0)
     while (bit > 0) & (count != k):
         candidate = found | bit
-        reached = tl.sum((reach != 0) & (above >= candidate), 0).to(tl.int32)
+        reached = tl.sum((above >= candidate).to(tl.int32), 0)
         if reached >= k:
             found = candidate
             count = reached

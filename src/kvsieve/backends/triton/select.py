@@ -11,7 +11,13 @@ import triton
 import triton.language as tl
 
 from kvsieve.backends.base import Selection
-from kvsieve.backends.triton.launch import dependent_launch, let_next_start, power_of_two, wait_for_inputs
+from kvsieve.backends.triton.launch import (
+    dependent_launch,
+    let_next_start,
+    multiprocessors,
+    power_of_two,
+    wait_for_inputs,
+)
 from kvsieve.backends.triton.longrow import MOST, PIECE, bitmap_of, finish_row, row_of
 from kvsieve.backends.triton.ranking import kth_largest, order_keys, take
 from kvsieve.plan import Quota
@@ -33,13 +39,26 @@ def _write_list(listed, pages_out, table, first, last, shift, LIST: tl.constexpr
 
 
 @triton.jit
+def _write_ends(listed, pages_out, table, sink, recent, kept, total, LIST: tl.constexpr):
+    """The sink pages at a list's start and the recent ones at its end, in one go."""
+    for start in range(0, sink + recent, LIST):
+        one = start + tl.arange(0, LIST)
+        here = one < sink + recent
+        place = tl.where(one < sink, one, one + kept - sink - recent)
+        page = tl.where(one < sink, one, one + total - sink - recent).to(tl.int64)
+        tl.store(pages_out + place, page, mask=here)
+        tl.store(listed + place, tl.load(table + page, mask=here, other=0), mask=here)
+
+
+@triton.jit
 def _select_kernel(
     scores, bitmap, found, requests, scored, pages, count, table, pages_out, blocks_out,
     words, s_b, s_h, t_b, o_b, o_h, sink, recent,
     BLOCK: tl.constexpr, GROUPS: tl.constexpr, WHOLE: tl.constexpr, ALL: tl.constexpr, REQUESTS: tl.constexpr,
-    RANKED: tl.constexpr, LIST: tl.constexpr, MOST: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr,
+    RANKED: tl.constexpr, LIST: tl.constexpr, MOST: tl.constexpr, PIECE: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """The list of one segment."""
+    """The list of one segment. ``AHEAD``: blocks are read while scores come, of all window pages."""
     h = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64)
     total = tl.load(pages + b).to(tl.int32)
@@ -51,30 +70,38 @@ def _select_kernel(
     if total == kept:
         _write_list(blocks_out, pages_out, table, 0, kept, 0, LIST)
     else:
-        _write_list(blocks_out, pages_out, table, 0, sink, 0, LIST)
-        _write_list(blocks_out, pages_out, table, kept - recent, kept, total - kept, LIST)
         if RANKED:
             k = kept - sink - recent
             width = total - sink - recent
             row = row_of(requests, scored, b, ALL, REQUESTS)
             scores += row * s_b + h * s_h
-            if k > 0:
-                if WHOLE:
-                    page = tl.arange(0, BLOCK)
-                    there = page < width
-                    keys = order_keys(tl.load(scores + page, mask=there, other=0.0), there)
+            if WHOLE:
+                page = tl.arange(0, BLOCK)
+                there = (page < width) & (k > 0)
+                values = tl.load(scores + page, mask=there, other=0.0)
+                if AHEAD:
+                    block = tl.load(table + sink + page, mask=there, other=0)
+                _write_ends(blocks_out, pages_out, table, sink, recent, kept, total, LIST)
+                if k > 0:
+                    keys = order_keys(values, there)
                     threshold = kth_largest(keys, k, BLOCK, GROUPS)
                     ties = k - tl.sum((keys > threshold).to(tl.int32), 0)
                     chosen, place = take(keys, threshold, ties, 0, 0, BLOCK)
                     at = sink + place
+                    if not AHEAD:
+                        block = tl.load(table + sink + page, mask=chosen, other=0)
                     tl.store(pages_out + at, (sink + page).to(tl.int64), mask=chosen)
-                    tl.store(blocks_out + at, tl.load(table + sink + page, mask=chosen, other=0), mask=chosen)
-                else:
+                    tl.store(blocks_out + at, block, mask=chosen)
+            else:
+                _write_ends(blocks_out, pages_out, table, sink, recent, kept, total, LIST)
+                if k > 0:
                     heads = tl.num_programs(0)
                     finish_row(
                         scores, bitmap + (row * heads + h) * words, found + (row * heads + h) * MOST, table, pages_out,
                         blocks_out, sink, width, k, BLOCK // 32, MOST, GROUPS, PIECE,
                     )  # fmt: skip
+        else:
+            _write_ends(blocks_out, pages_out, table, sink, recent, kept, total, LIST)
     let_next_start(PDL)
 
 
@@ -113,6 +140,7 @@ def select(scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
         *(words, *strides, table.stride(0), pages.stride(0), pages.stride(1), quota.sink, quota.recent),
         BLOCK=block, GROUPS=min(block if whole else MOST, power_of_two(k)), WHOLE=whole, ALL=scored == batch,
         REQUESTS=power_of_two(max(1, scored)), RANKED=ranked, LIST=LIST, MOST=MOST, PIECE=PIECE,
+        AHEAD=heads * batch <= multiprocessors(table.device),
         num_warps=warps_for(block), **dependent_launch(table.device, heads * batch),
     )  # fmt: skip
     return Selection(pages, quota.count).in_blocks(blocks)

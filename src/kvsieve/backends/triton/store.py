@@ -10,7 +10,13 @@ import triton.language as tl
 
 from kvsieve.backends.base import Selection
 from kvsieve.backends.triton.elementary import exp
-from kvsieve.backends.triton.launch import dependent_launch, let_next_start, power_of_two, wait_for_inputs
+from kvsieve.backends.triton.launch import (
+    ONCE_WAITED,
+    dependent_launch,
+    let_next_start,
+    power_of_two,
+    wait_for_inputs,
+)
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.slots import POSITION
 from kvsieve.plan import MassRows, Rows, Writes
@@ -51,7 +57,7 @@ def write(pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> 
         *(*k.stride()[:2], *v.stride()[:2], *pool.k.stride()[:3], *pool.v.stride()[:3]),
         *(*_row_strides(position), *_row_strides(mass)),
         D=k.shape[2], DV=v.shape[2], BLOCK=power_of_two(widest), SLOTS=rows is not None, MASS=mass is not None,
-        num_warps=1, **dependent_launch(k.device),
+        num_warps=1, **dependent_launch(k.device, when=ONCE_WAITED),
     )  # fmt: skip
 
 

@@ -114,6 +114,29 @@ else:
         return tl.reduce(x, axis, _less, keep_dims=keep)
 
 
+# Places
+
+
+@triton.jit
+def place_of(widths, share, PAGES: tl.constexpr, REQUESTS: tl.constexpr):
+    """Request and chunk of pages of a program; ``share`` programs go to a chunk.
+
+    With REQUESTS, a power of two that is not below their number, all chunks of all requests follow each other.
+    """
+    request = tl.program_id(1).to(tl.int64)
+    chunk = tl.program_id(0) // share
+    if REQUESTS > 0:
+        requests = tl.num_programs(1)
+        one = tl.arange(0, REQUESTS)
+        chunks = (tl.load(widths + one, mask=one < requests, other=0) + PAGES - 1) // PAGES
+        upto = tl.cumsum(chunks, 0)
+        place = request * (tl.num_programs(0) // share) + chunk
+        behind = (upto <= place) & (one < requests - 1)  # a program too many is given to the last request
+        request = tl.sum(behind.to(tl.int64), 0)
+        chunk = (place - tl.max(tl.where(behind, upto, 0), 0)).to(tl.int32)
+    return request, chunk
+
+
 # Integers
 
 

@@ -31,12 +31,12 @@ VARYING = ("width_bound", "sink", "count", "table_stride", "row_table_stride")
 """Sizes that change from step to step: no kernel is compiled anew for them."""
 
 _PROLOGUE = """\
-wait_for_inputs(PDL)
-request = tl.program_id(1).to(tl.int64)
-chunk = tl.program_id(0) // {groups}
+wait_for_inputs(PDL{late})
+request, chunk = f.place_of(widths_ptr, {groups}, PAGES, REQUESTS)  # of the batch, of its window
 start = chunk * PAGES
 width = tl.load(widths_ptr + request)  # window pages of this request
 if start >= width:
+    let_next_start(PDL{late})
     return
 place = tl.load(requests_ptr + request)
 page = start + tl.arange(0, PAGES)
@@ -51,12 +51,12 @@ if width == 0:
     return"""
 
 _SUMMARY_PROLOGUE = """\
-wait_for_inputs(PDL)
 chunk = tl.program_id(0) // {groups}
 page = chunk * PAGES + tl.arange(0, PAGES)
 valid = page < count
-block = tl.load(blocks_ptr + page, mask=valid, other=0)
+block = tl.load(blocks_ptr + page, mask=valid, other=0)  # from the host
 valid = valid & (block != 0)  # the null block is nobody's
+wait_for_inputs(PDL)
 if tl.max(valid.to(tl.int32), 0) == 0:
     return"""
 
@@ -77,6 +77,14 @@ class Kernel:
     """Elements per page of the fields that it reads."""
     exact: bool
     """Whether no field that it reads is padded in a tile."""
+    first: bool
+    """Whether it is a score's first, which may run beside the kernels that store what the call brings."""
+
+    @property
+    def options(self) -> list[str]:
+        """Constants that a launch chooses, by name."""
+        spread = any(one.name == "requests_ptr" for one in self.arguments)
+        return ["REQUESTS"] * spread + ["LATE"] * self.first + ["PDL"]
 
     @property
     def loops(self) -> bool:
@@ -118,7 +126,7 @@ def print_stage(
         _store(printer, op, scratch[id(op)].name, "scratch", base)
     for output, op in stage.outputs.items():
         _store_output(printer, output, op, summaries)
-    kernel = _kernel(name, printer)
+    kernel = _kernel(name, printer, first=number == 0 and not summaries)
     return replace(kernel, source=_function(kernel, _body(kernel, printer, summaries)))
 
 
@@ -138,7 +146,7 @@ def print_gathering(name: str, plan: StagePlan, number: int, scratch: Mapping[ob
     return replace(kernel, source=_function(kernel, body))
 
 
-def _kernel(name: str, printer: Printer) -> Kernel:
+def _kernel(name: str, printer: Printer, first: bool = False) -> Kernel:
     return Kernel(
         name,
         "",
@@ -150,15 +158,17 @@ def _kernel(name: str, printer: Printer) -> Kernel:
         printer.dots,
         printer.loaded,
         printer.exact,
+        first,
     )
 
 
 def _body(kernel: Kernel, printer: Printer, summaries: bool) -> list[str]:
     """All lines: places, then for each head what does not vary over pages, and what does."""
     groups = "1" if kernel.wide else "(heads // EACH)" if kernel.loops else "heads"
-    lines = (_SUMMARY_PROLOGUE if summaries else _PROLOGUE).format(groups=groups).splitlines()
+    late = ", LATE" if kernel.first else ""
+    lines = (_SUMMARY_PROLOGUE if summaries else _PROLOGUE).format(groups=groups, late=late).splitlines()
     lines += printer.vector_lines
-    per_head, end = [*printer.fixed_lines, *printer.page_lines], "let_next_start(PDL)"
+    per_head, end = [*printer.fixed_lines, *printer.page_lines], f"let_next_start(PDL{late})"
     if kernel.wide:
         return [*lines, "head = tl.arange(0, HEADS).to(tl.int64)", *per_head, end]
     if not kernel.loops:
@@ -175,7 +185,7 @@ def _function(kernel: Kernel, body: list[str]) -> str:
     constants = [f"{one.name}: tl.constexpr" for one in arguments if one.source == "pages"]
     constants += ["PAGES: tl.constexpr", "HEADS: tl.constexpr"]
     constants += ["EACH: tl.constexpr", "DOT: tl.constexpr"] if kernel.loops else []
-    constants += ["PDL: tl.constexpr"]
+    constants += [f"{one}: tl.constexpr" for one in kernel.options]
     parameters = "".join(f"    {one},\n" for one in [*plain, "heads", *constants])
     lines = "\n".join(one for line in body for one in broken(f"    {line}"))
     varying = [name for name in plain if name in VARYING or name.startswith("chunks_")]

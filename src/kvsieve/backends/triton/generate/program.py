@@ -107,8 +107,7 @@ class Generated:
         for one in self.scratch.values():
             running.reserve(one, chunks[one.stage] if one.per_chunk else width)
         for number, (kernel, tile) in enumerate(zip(built.kernels, built.tilings, strict=True)):
-            programs = chunks[number] * (1 if kernel.wide else variant.heads // tile.each)
-            running.start(kernel, tile, programs)
+            running.start(kernel, tile, chunks[number])
             if number in built.gatherings and chunks[number] > GATHERED:
                 running.gather(number, [one for one in self.scratch.values() if one.per_chunk and one.stage == number])
 
@@ -156,6 +155,8 @@ class ScoreProgram(Generated):
             "mass_scale_ptr": window.mass_scale,
             "scores_ptr": scores,
             "width_bound": window.width,
+            "most_pages": window.total_pages if window.most_pages is None else window.most_pages,
+            "settled": window.settled,
             "sink": window.sink,
             "page_size": window.page_size,
         }

@@ -15,7 +15,7 @@ from kvsieve.backends.triton.generate.arguments import Argument, Scratch
 from kvsieve.backends.triton.generate.kernel import Kernel
 from kvsieve.backends.triton.generate.loader import load_source
 from kvsieve.backends.triton.generate.tuning import GATHERING, Tiling
-from kvsieve.backends.triton.launch import INTERPRETED, dependent_launch
+from kvsieve.backends.triton.launch import AT_END, AT_ONCE, INTERPRETED, dependent_launch, power_of_two
 from kvsieve.paging.pool import LayerPool
 
 
@@ -65,28 +65,41 @@ class Launch:
         count = self.requests * self.heads * pages * one.elements
         return torch.empty(count, dtype=dtype, device=self.pool.k.device)
 
-    def start(self, kernel: Kernel, tile: Tiling, programs: int) -> None:
-        """Launch a kernel with so many programs for each request."""
+    def start(self, kernel: Kernel, tile: Tiling, chunks: int) -> None:
+        """Launch a kernel for so many chunks of each request."""
         values = [self._find(one, kernel) for one in kernel.arguments if one.source != "pages"]
         shared = [self.call[name] for name in ("count", "width_bound", "sink", "page_size") if name in self.call]
         tilings = self.built.tilings
         constants = [tilings[int(one.key)].pages for one in kernel.arguments if one.source == "pages"]
         constants += [tile.pages, self.heads]
         constants += [tile.each, dot_type(self.pool.k.dtype)] if kernel.loops else []
+        dealt = self._dealt(kernel, tile, chunks)
+        programs = (dealt or chunks) * (1 if kernel.wide else self.heads // tile.each)
+        options = {"REQUESTS": power_of_two(self.requests) if dealt else 0, "LATE": self.call.get("settled", False)}
+        device, when = self.pool.k.device, AT_END if "widths_ptr" in self.call else AT_ONCE
         getattr(self.built.module, kernel.name)[programs, self.requests](
             *values,
             *shared,
             self.heads,
             *constants,
-            **dependent_launch(self.pool.k.device, programs * self.requests),
+            **{name: value for name, value in options.items() if name in kernel.options},
+            **dependent_launch(device, programs * self.requests, when),
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
 
+    def _dealt(self, kernel: Kernel, tile: Tiling, chunks: int) -> int:
+        """Chunks for each request when all are dealt out in a row; 0 where requests are about equally long."""
+        if "REQUESTS" not in kernel.options:
+            return 0
+        most = self.call["most_pages"] // tile.pages + self.requests
+        share = -(-most // self.requests)
+        return share if 2 * share <= chunks else 0
+
     def gather(self, stage: int, parts: Sequence[Scratch]) -> None:
         """Put the chunks of a stage together: the next ones find a single one."""
         self.whole = {one.name: self._empty(one, 1) for one in parts}
-        self.start(self.built.gatherings[stage], GATHERING, self.heads)
+        self.start(self.built.gatherings[stage], GATHERING, 1)
         self.memory |= self.whole
         self.chunks[stage] = 1
 
