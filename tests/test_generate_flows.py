@@ -123,7 +123,7 @@ POWERS = {(3, 7, 12): (4, 8, 16), (1, 5, 33): (1, 4, 8), (1, 5): (1, 4), (3, 5):
 
 @pytest.mark.parametrize("seed", [42, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(0, FLOWS, 14))])
 def test_random_flows_in_the_runtime(seed: int) -> None:
-    run_beside_the_reference(seed, "triton")
+    run_beside_the_reference(seed, "triton", DEVICE)
 
 
 class PowersOfTwo(random.Random):

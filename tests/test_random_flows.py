@@ -73,7 +73,7 @@ def test_all_flows_compiled_agree_with_the_reference(seed: int) -> None:
     run_beside_the_reference(seed, "compiled")
 
 
-def run_beside_the_reference(seed: int, backend: str) -> None:
+def run_beside_the_reference(seed: int, backend: str, device: str = "cpu") -> None:
     """Two prefill chunks and three steps of a ragged batch, two KV heads: outputs, lse, scores, selections."""
     flow, geometry = generated()[seed]
     torch.manual_seed(seed)
@@ -91,17 +91,17 @@ def run_beside_the_reference(seed: int, backend: str) -> None:
     first = [-(-length // 2) for length in lengths]
     for counts in (first, [length - count for length, count in zip(lengths, first, strict=True)]):
         q, k, v = draw(sum(counts))
-        runtime.extend(requests, counts).attend(geometry.layer, q, k, v)
+        runtime.extend(requests, counts).attend(geometry.layer, *(x.to(device) for x in (q, k, v)))
         starts = torch.tensor([0, *counts]).cumsum(0).tolist()
         for i, h in product(range(len(lengths)), range(heads)):
             for token in range(starts[i], starts[i + 1]):
                 segments[i][h].write(k[token, h], v[token, h])
     for _ in range(3):
         q, k, v = draw(len(lengths))
-        result = runtime.step(requests).attend(geometry.layer, q, k, v)
+        result = runtime.step(requests).attend(geometry.layer, *(x.to(device) for x in (q, k, v)))
         grouped = q.unflatten(1, (heads, geometry.group))
         for i, h in product(range(len(lengths)), range(heads)):
             expected = segments[i][h].step(grouped[i, h], k[i, h], v[i, h])
             assert result.selection.pages[i, h, : result.selection.count[i]].tolist() == expected.selection
-            check("out", result.out[i].unflatten(0, (heads, geometry.group))[h], expected.out)
-            check("lse", result.lse[i, h], expected.lse)
+            check("out", result.out[i].unflatten(0, (heads, geometry.group))[h].cpu(), expected.out)
+            check("lse", result.lse[i, h].cpu(), expected.lse)

@@ -165,6 +165,17 @@ def _deliver(
 
 
 @triton.jit
+def _parts(part, at, there, dv, DV: tl.constexpr):
+    """Outputs of chunks [PART, GROUP, Dv] that other programs stored."""
+    return tl.load(
+        part + at[:, :, None] * DV + dv[None, None, :],
+        mask=there[:, :, None] & (dv < DV)[None, None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+
+
+@triton.jit
 def _merge(
     part, part_lse, sinks, out, lse, h, segment, group, dv, used, splits,
     DV: tl.constexpr, SINKS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr,
@@ -176,24 +187,23 @@ def _merge(
     one = tl.arange(0, SPLITS)
     base = segment * splits * group + row
     there = (one < used)[:, None] & real[None, :]
-    each = tl.load(
-        part_lse + base[None, :] + one[:, None] * group, mask=there, other=float("-inf"), cache_modifier=".cg"
-    )
+    at = base[None, :] + one[:, None] * group
+    each = tl.load(part_lse + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+    if PART == SPLITS:  # all parts on their way before the first is needed
+        values = _parts(part, at, there, dv, DV)
     highest = tl.where(real, tl.max(each, 0), 0.0)
-    total = tl.sum(exp(each - highest[None, :]), 0)
-    acc = tl.zeros([GROUP, BLOCK_DV], tl.float32)
-    for start in range(0, used, PART):
-        some = start + tl.arange(0, PART)
-        held = (some < used)[:, None] & real[None, :]
-        at = base[None, :] + some[:, None] * group
-        weight = exp(tl.load(part_lse + at, mask=held, other=float("-inf"), cache_modifier=".cg") - highest[None, :])
-        values = tl.load(
-            part + at[:, :, None] * DV + dv[None, None, :],
-            mask=held[:, :, None] & (dv < DV)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        acc += tl.sum(values * weight[:, :, None], 0)
+    weight = exp(each - highest[None, :])
+    total = tl.sum(weight, 0)
+    if PART == SPLITS:
+        acc = tl.sum(values * weight[:, :, None], 0)
+    else:
+        acc = tl.zeros([GROUP, BLOCK_DV], tl.float32)
+        for start in range(0, used, PART):
+            some = start + tl.arange(0, PART)
+            held = (some < used)[:, None] & real[None, :]
+            at = base[None, :] + some[:, None] * group
+            each = tl.load(part_lse + at, mask=held, other=float("-inf"), cache_modifier=".cg")
+            acc += tl.sum(_parts(part, at, held, dv, DV) * exp(each - highest[None, :])[:, :, None], 0)
     _finish(acc, highest, total, sinks, out, lse, h, segment, group, row, dv, real, DV, SINKS)
 
 

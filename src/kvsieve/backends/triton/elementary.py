@@ -39,9 +39,9 @@ if INTERPRETED:
         return tl.exp(x)
 
     @triton.jit
-    def exp_minus(x, y):
-        """e**(x - y)."""
-        return tl.exp(x - y)
+    def once(x):
+        """float32 x."""
+        return x
 
     @triton.jit
     def log1p(x):
@@ -144,9 +144,13 @@ else:
         return libdevice.exp(x)
 
     @triton.jit
-    def exp_minus(x, y):
-        """e**(x - y) of the x that others see: a product, fused into the difference, would not have been rounded."""
-        return libdevice.exp(libdevice.add_rn(x, -y))
+    def once(x):
+        """float32 x, evaluated once for all its uses.
+
+        A compiler may repeat a sum in another layout, or fuse a product into a difference, and so round it otherwise:
+        then the largest of some values may be larger than each of them.
+        """
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1)
 
     @triton.jit
     def log1p(x):

@@ -33,7 +33,7 @@ def found(printer: Printer, partial: Partial) -> list[Tile]:
     text = f'tl.max(tl.where({valid}, {tile.text}, float("-inf")), 0, keep_dims=True)'
     high = printer.named(x, Tile(text, dims), "chunk_max", True)
     base = printer.named(x, Tile(f'tl.where({high.text} == float("-inf"), 0.0, {high.text})', dims), "chunk_base", True)
-    text = f"tl.sum(tl.where({valid}, f.exp_minus({tile.text}, {base.text}), 0.0), 0, keep_dims=True)"
+    text = f"tl.sum(tl.where({valid}, f.exp({tile.text} - {base.text}), 0.0), 0, keep_dims=True)"
     return [high, printer.named(x, Tile(text, dims), "chunk_sum", True)]
 
 

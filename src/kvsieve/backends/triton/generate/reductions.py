@@ -44,7 +44,12 @@ def log_sum(b: Builder, x: Op, axes: Sequence[int]) -> tuple[Op, Op]:
         high, total = (b.regroup(b.fold("softmax", x, part), kept) for part in (0, 1))
         return _finite(b, high), total
     high = _finite(b, reduce_axes(b, "max", x, axes, True))
-    return high, reduce_axes(b, "sum", b.map("f.exp_minus({0}, {1})", x, high), axes, True)
+    return high, reduce_axes(b, "sum", b.map("f.exp({0} - {1})", x, high), axes, True)
+
+
+def _once(b: Builder, x: Op) -> Op:
+    """Values whose maximum, too, is used."""
+    return x if x.kind == "number" else b.map("f.once({0})", x)
 
 
 def _finite(b: Builder, x: Op) -> Op:
@@ -130,18 +135,18 @@ def _logical(call: Call) -> Op:
 def _logsumexp(call: Call) -> Op:
     b = call.builder
     x, axes, keepdim = _operand(call)
-    high, total = log_sum(b, b.cast(x, call.dtype), axes)
+    high, total = log_sum(b, _once(b, b.cast(x, call.dtype)), axes)
     result = b.map("({0} + tl.log({1}))", high, total)
     return result if keepdim else b.regroup(result, call.shape)
 
 
 def _softmax(call: Call) -> Op:
-    b, x = call.builder, _cast(call)
+    b, x = call.builder, _once(call.builder, _cast(call))
     axes = call.view.axes(call.arguments["self"], call.arguments["dim"])
     high, total = log_sum(b, x, axes)
     if "log" in call.name:
         return b.map("({0} - {1} - tl.log({2}))", x, high, total)
-    return b.map("(f.exp_minus({0}, {1}) / {2})", x, high, total)
+    return b.map("(f.exp({0} - {1}) / {2})", x, high, total)
 
 
 def _cast(call: Call) -> Op:
