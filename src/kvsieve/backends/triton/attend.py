@@ -201,9 +201,9 @@ def _merge(
         for start in range(0, used, PART):
             some = start + tl.arange(0, PART)
             held = (some < used)[:, None] & real[None, :]
-            at = base[None, :] + some[:, None] * group
-            each = tl.load(part_lse + at, mask=held, other=float("-inf"), cache_modifier=".cg")
-            acc += tl.sum(_parts(part, at, held, dv, DV) * exp(each - highest[None, :])[:, :, None], 0)
+            here = base[None, :] + some[:, None] * group
+            found = tl.load(part_lse + here, mask=held, other=float("-inf"), cache_modifier=".cg")
+            acc += tl.sum(_parts(part, here, held, dv, DV) * exp(found - highest[None, :])[:, :, None], 0)
     _finish(acc, highest, total, sinks, out, lse, h, segment, group, row, dv, real, DV, SINKS)
 
 
