@@ -18,7 +18,7 @@ FLOATS = {"q", "k", "v", "out", "k_pool", "v_pool"}
 SINGLES = {"lse", "part", "part_lse", "raw", "sinks", "scores", "mass", "mass_sum", "unit", "weights", "column"}
 LONGS = {"blocks", "count", "lengths", "rows", "pages", "table", "requests", "pages_out", "blocks_out", "recent",
          "bounds", "offsets", "slots", "positions", "position"}  # fmt: skip
-INTS = {"done", "bitmap", "found"}
+INTS = {"bitmap", "found"}
 NUMBERS = {"scale", "softcap"}
 KINDS = (FLOATS, "*{}"), (SINGLES, "*fp32"), (LONGS, "*i64"), (INTS, "*i32"), (NUMBERS, "fp32")
 
@@ -47,9 +47,11 @@ def cases() -> list[tuple[str, Any, dict[str, Any], int, str]]:
             "PART": min(splits, 8), "STAGES": stages, "PDL": 1, **more,
         }  # fmt: skip
         absent = {"sinks": not constants["SINKS"], "raw": not constants["RAW"], "part": splits == 1}
-        absent |= {"part_lse": splits == 1, "done": splits == 1}
+        absent |= {"part_lse": splits == 1}
         constants |= {name: None for name, gone in absent.items() if gone}
         made.append((f"attend {dtype} {splits}", attend._attend_kernel, constants, 4, dtype))
+        if splits > 1:
+            made.append((f"merge {splits}", attend._merge_kernel, constants, 4, dtype))
     for width, warps in ((64, 1), (2048, 4), (8192, 16), (131072, 16)):
         whole = width <= 8192
         constants = {
@@ -94,7 +96,8 @@ def main() -> int:
         if name.startswith(("lse", "columns")):
             types |= {"rows": "i32"} | ({"out": "*fp32"} if kernel is seed._columns_kernel else {})
         try:
-            source = ASTSource(kernel, signature=types, constexprs=constants)
+            own = {key: value for key, value in constants.items() if key in kernel.arg_names}
+            source = ASTSource(kernel, signature=types, constexprs=own)
             compile(source, target=TARGET, options={"num_warps": warps})
         except Exception as error:  # whatever the compiler raises
             failed += 1

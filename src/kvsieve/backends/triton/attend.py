@@ -12,7 +12,6 @@ from kvsieve.backends.base import AttentionOptions, Selection
 from kvsieve.backends.triton.elementary import exp, tanh
 from kvsieve.backends.triton.launch import (
     INTERPRETED,
-    counters,
     dependent_launch,
     let_next_start,
     multiprocessors,
@@ -34,12 +33,12 @@ def logits_of(products, scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _attend_kernel(
-    q, k, v, blocks, count, lengths, sinks, out, lse, part, part_lse, done, raw,
+    q, k, v, blocks, count, lengths, sinks, out, lse, part, part_lse, raw,
     q_b, q_h, q_g, k_h, k_b, k_t, v_h, v_b, v_t, list_b, list_h, raw_g, scale, softcap, heads, group, chunk, splits,
     P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
-    RAW: tl.constexpr, WIDE: tl.constexpr, TIMES: tl.constexpr, PARTS: tl.constexpr, GROUP: tl.constexpr,
-    SPLITS: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    RAW: tl.constexpr, WIDE: tl.constexpr, TIMES: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one segment's tokens. Listed tokens follow each other: only the last page may be partial."""
     h = tl.program_id(0).to(tl.int64)
@@ -100,8 +99,8 @@ def _attend_kernel(
             acc = acc * fade[:, None]
             acc = _weighted(p, values, acc, row // HEADS, TIMES, PARTS, ROWS // HEADS, WIDE)
         _deliver(
-            acc / TIMES, highest, total, sinks, out, lse, part, part_lse, done, h, segment, group, dv, split, splits,
-            (tokens + chunk - 1) // chunk, DV, SINKS, ROWS, HEADS, GROUP, SPLITS, PART, BLOCK_DV,
+            acc / TIMES, highest, total, sinks, out, lse, part, part_lse, h, segment, group, dv, split, splits,
+            tokens <= chunk, DV, SINKS, ROWS, HEADS, SPLITS, BLOCK_DV,
         )  # fmt: skip
     let_next_start(PDL)
 
@@ -132,11 +131,11 @@ def _weighted(p, values, acc, slot, TIMES: tl.constexpr, PARTS: tl.constexpr, SL
 
 @triton.jit
 def _deliver(
-    acc, highest, total, sinks, out, lse, part, part_lse, done, h, segment, group, dv, split, splits, used,
-    DV: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    SPLITS: tl.constexpr, PART: tl.constexpr, BLOCK_DV: tl.constexpr,
+    acc, highest, total, sinks, out, lse, part, part_lse, h, segment, group, dv, split, splits, whole,
+    DV: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Store a chunk's result: the segment's, or a part of it; the last of a segment's chunks to come merges them."""
+    """Store a chunk's result: the segment's if it is the ``whole``, else a part of it."""
     if HEADS < ROWS:
         acc = tl.sum(tl.reshape(acc, [ROWS // HEADS, HEADS, BLOCK_DV]), 0)
         highest = tl.max(tl.reshape(highest, [ROWS // HEADS, HEADS]), 0)  # all slots are the same
@@ -144,7 +143,7 @@ def _deliver(
     each = tl.arange(0, HEADS)
     present = each < group
     if SPLITS > 1:
-        if used == 1:
+        if whole:
             _finish(acc, highest, total, sinks, out, lse, h, segment, group, each, dv, present, DV, SINKS)
         else:
             base = (segment * splits + split) * group + each
@@ -154,12 +153,6 @@ def _deliver(
                 acc / total[:, None],
                 mask=present[:, None] & (dv < DV)[None, :],
             )
-            tl.debug_barrier()
-            arrived = tl.atomic_add(done + segment, 1, sem="acq_rel")
-            if arrived == used - 1:
-                tl.store(done + segment, 0)
-                _merge(part, part_lse, sinks, out, lse, h, segment, group, dv, used, splits, DV, SINKS, GROUP,
-                       SPLITS, PART, BLOCK_DV)  # fmt: skip
     else:
         _finish(acc, highest, total, sinks, out, lse, h, segment, group, each, dv, present, DV, SINKS)
 
@@ -171,8 +164,28 @@ def _parts(part, at, there, dv, DV: tl.constexpr):
         part + at[:, :, None] * DV + dv[None, None, :],
         mask=there[:, :, None] & (dv < DV)[None, None, :],
         other=0.0,
-        cache_modifier=".cg",
     )
+
+
+@triton.jit
+def _merge_kernel(
+    count, lengths, sinks, out, lse, part, part_lse, heads, group, chunk, splits,
+    P: tl.constexpr, DV: tl.constexpr, SINKS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
+    PART: tl.constexpr, BLOCK_DV: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of a segment, always in the same order. A kernel of its own: the last of the programs that made
+    them would have to wait for a fence, which takes longer."""
+    h = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths + b)
+    tokens = (tl.load(count + b) - (length + P - 1) // P) * P + length
+    used = ((tokens + chunk - 1) // chunk).to(tl.int32)
+    dv = tl.arange(0, BLOCK_DV)
+    wait_for_inputs(PDL)
+    if used > 1:
+        _merge(part, part_lse, sinks, out, lse, h, b * heads + h, group, dv, used, splits, DV, SINKS, GROUP, SPLITS,
+               PART, BLOCK_DV)  # fmt: skip
+    let_next_start(PDL)
 
 
 @triton.jit
@@ -181,14 +194,13 @@ def _merge(
     DV: tl.constexpr, SINKS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of a segment, always in the same order."""
     row = tl.arange(0, GROUP)
     real = row < group
     one = tl.arange(0, SPLITS)
     base = segment * splits * group + row
     there = (one < used)[:, None] & real[None, :]
     at = base[None, :] + one[:, None] * group
-    each = tl.load(part_lse + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+    each = tl.load(part_lse + at, mask=there, other=float("-inf"))
     if PART == SPLITS:  # all parts on their way before the first is needed
         values = _parts(part, at, there, dv, DV)
     highest = tl.where(real, tl.max(each, 0), 0.0)
@@ -202,7 +214,7 @@ def _merge(
             some = start + tl.arange(0, PART)
             held = (some < used)[:, None] & real[None, :]
             here = base[None, :] + some[:, None] * group
-            found = tl.load(part_lse + here, mask=held, other=float("-inf"), cache_modifier=".cg")
+            found = tl.load(part_lse + here, mask=held, other=float("-inf"))
             acc += tl.sum(_parts(part, here, held, dv, DV) * exp(found - highest[None, :])[:, :, None], 0)
     _finish(acc, highest, total, sinks, out, lse, h, segment, group, row, dv, real, DV, SINKS)
 
@@ -231,6 +243,8 @@ def _finish(
 PARTS = {torch.float16: (32768, 2), torch.bfloat16: (1, 3)}
 """What probabilities are multiplied by before they are rounded to 16 bits, and the parts that hold 22 bits of them: so
 far up, float16 keeps those bits of probabilities down to 2**-28, whose values may be large."""
+MERGED = 8192
+"""Elements of the parts that are merged at a time."""
 ONE_TILE = 128
 """Tokens of a program that has no loop: in small batches its start is what takes time."""
 
@@ -268,11 +282,11 @@ def attend(
     shape = shape_for(pool, batch, listed)
     out = torch.empty(batch, heads, group, v_width, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, group, dtype=torch.float32, device=q.device)
-    parts: tuple[torch.Tensor | None, ...] = (None, None, None)
+    parts: tuple[torch.Tensor | None, ...] = (None, None)
     if shape.splits > 1:
         size = batch, heads, shape.splits, group
         part = torch.empty(*size, v_width, dtype=torch.float32, device=q.device)
-        parts = part, torch.empty(size, dtype=torch.float32, device=q.device), counters(pool, batch * heads)
+        parts = part, torch.empty(size, dtype=torch.float32, device=q.device)
     raw = None
     if options.mass is not None:
         raw = torch.empty(batch, heads, group, listed * p, dtype=torch.float32, device=q.device)
@@ -281,18 +295,27 @@ def attend(
     times, rounded = (1, 1) if wide else PARTS[q.dtype]
     slots = power_of_two(rounded) if group * power_of_two(rounded) <= 16 else 1
     heads_padded = power_of_two(group, 16 // slots)
+    tiles = {
+        "P": p, "DV": v_width, "BLOCK_DV": power_of_two(v_width, 16), "SINKS": options.sinks is not None,
+        "SPLITS": power_of_two(shape.splits),
+    }  # fmt: skip
     _attend_kernel[heads, batch, shape.splits](
         q, pool.k, pool.v, blocks, selection.count, rows.lengths_tensor, options.sinks, out, lse, *parts, raw,
         *(q.stride(0), q.stride(1), q.stride(2)),
         *(pool.k.stride(0), pool.k.stride(1), pool.k.stride(2), pool.v.stride(0), pool.v.stride(1), pool.v.stride(2)),
         *(blocks.stride(0), blocks.stride(1), listed * p, float(options.scale), float(options.softcap or 0.0)),
         *(heads, group, shape.chunk, shape.splits),
-        P=p, D=width, DV=v_width, ROWS=slots * heads_padded, HEADS=heads_padded, TOKENS=shape.tokens,
-        BLOCK_D=power_of_two(width, 16), BLOCK_DV=power_of_two(v_width, 16),
-        SOFTCAP=options.softcap is not None, SINKS=options.sinks is not None, RAW=raw is not None,
-        WIDE=wide, TIMES=times, PARTS=rounded,
-        GROUP=power_of_two(group), SPLITS=power_of_two(shape.splits), STAGES=shape.stages,
-        PART=min(power_of_two(shape.splits), max(1, 8192 // (power_of_two(group) * power_of_two(v_width, 16)))),
+        D=width, ROWS=slots * heads_padded, HEADS=heads_padded, TOKENS=shape.tokens, BLOCK_D=power_of_two(width, 16),
+        SOFTCAP=options.softcap is not None, RAW=raw is not None, WIDE=wide, TIMES=times, PARTS=rounded,
+        STAGES=shape.stages, **tiles,
         num_warps=shape.warps, **dependent_launch(q.device, heads * batch * shape.splits),
     )  # fmt: skip
+    if shape.splits > 1:
+        each = power_of_two(group) * power_of_two(v_width, 16)
+        _merge_kernel[heads, batch](
+            selection.count, rows.lengths_tensor, options.sinks, out, lse, *parts,
+            *(heads, group, shape.chunk, shape.splits),
+            GROUP=power_of_two(group), PART=min(power_of_two(shape.splits), max(1, MERGED // each)), **tiles,
+            num_warps=4, **dependent_launch(q.device, heads * batch),
+        )  # fmt: skip
     return out, lse, raw

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import triton
 import triton.language as tl
-
-from kvsieve.paging.pool import LayerPool
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Kernels run as NumPy on the CPU: for tests. Triton reads the variable when it is imported."""
@@ -33,24 +30,6 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-_counters: WeakKeyDictionary[LayerPool, list[torch.Tensor]] = WeakKeyDictionary()
-
-
-def counters(pool: LayerPool, count: int) -> torch.Tensor:
-    """At least so many int32 zeros of a pool, which every kernel leaves at 0 again: its launches follow each other.
-
-    They live as long as the pool: graphs keep pointing there. A graph that is captured before there are any has, and
-    clears, its own.
-    """
-    held = _counters.setdefault(pool, [])
-    if held and len(held[-1]) >= count:
-        return held[-1]
-    zeros = torch.zeros(power_of_two(count, 256), dtype=torch.int32, device=pool.device)
-    if not (pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        held.append(zeros)
-    return zeros
 
 
 @cache
