@@ -39,11 +39,6 @@ if INTERPRETED:
         return tl.exp(x)
 
     @triton.jit
-    def once(x):
-        """float32 x."""
-        return x
-
-    @triton.jit
     def log1p(x):
         u = 1.0 + x
         return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
@@ -142,15 +137,6 @@ else:
     @triton.jit
     def exp(x):
         return libdevice.exp(x)
-
-    @triton.jit
-    def once(x):
-        """float32 x, evaluated once for all its uses.
-
-        A compiler may repeat a sum in another layout, or fuse a product into a difference, and so round it otherwise:
-        then the largest of some values may be larger than each of them.
-        """
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=False, pack=1)
 
     @triton.jit
     def log1p(x):

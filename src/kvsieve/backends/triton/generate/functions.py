@@ -27,7 +27,6 @@ from kvsieve.backends.triton.elementary import (
     is_negative,
     log1p,
     log10,
-    once,
     pow,
     sign,
     sinh,

@@ -47,11 +47,6 @@ def log_sum(b: Builder, x: Op, axes: Sequence[int]) -> tuple[Op, Op]:
     return high, reduce_axes(b, "sum", b.map("f.exp({0} - {1})", x, high), axes, True)
 
 
-def _once(b: Builder, x: Op) -> Op:
-    """Values whose maximum, too, is used."""
-    return x if x.kind == "number" else b.map("f.once({0})", x)
-
-
 def _finite(b: Builder, x: Op) -> Op:
     return b.map('tl.where(tl.abs({0}) == float("inf"), 0.0, {0})', x)
 
@@ -135,13 +130,13 @@ def _logical(call: Call) -> Op:
 def _logsumexp(call: Call) -> Op:
     b = call.builder
     x, axes, keepdim = _operand(call)
-    high, total = log_sum(b, _once(b, b.cast(x, call.dtype)), axes)
+    high, total = log_sum(b, b.cast(x, call.dtype), axes)
     result = b.map("({0} + tl.log({1}))", high, total)
     return result if keepdim else b.regroup(result, call.shape)
 
 
 def _softmax(call: Call) -> Op:
-    b, x = call.builder, _once(call.builder, _cast(call))
+    b, x = call.builder, _cast(call)
     axes = call.view.axes(call.arguments["self"], call.arguments["dim"])
     high, total = log_sum(b, x, axes)
     if "log" in call.name:
