@@ -37,6 +37,7 @@ def cases() -> list[tuple[str, Any, dict[str, Any], int, str]]:
         ("bf16", 128, 1, 16, {"SINKS": True}),
         ("fp16", 32, 5, 8, {"SOFTCAP": True, "RAW": True}),
         ("bf16", 32, 5, 2, {"HEADS": 16}),
+        ("bf16", 32, 5, 1, {"RAW": True, "MASS": True}),
         ("fp32", 16, 5, 4, {"RAW": True, "SINKS": True}),
     ):
         wide = dtype == "fp32"
@@ -44,10 +45,12 @@ def cases() -> list[tuple[str, Any, dict[str, Any], int, str]]:
             "P": 5, "D": 80, "DV": 48, "ROWS": 16, "HEADS": {"bf16": 4, "fp16": 8, "fp32": 16}[dtype],
             "PARTS": {"bf16": 3, "fp16": 2, "fp32": 1}[dtype], "TIMES": 1, "TOKENS": tokens, "BLOCK_D": 128,
             "BLOCK_DV": 64, "SOFTCAP": False, "SINKS": False, "RAW": False, "WIDE": wide, "GROUP": 4, "SPLITS": splits,
-            "PART": min(splits, 8), "STAGES": stages, "PDL": 1, **more,
+            "PART": min(splits, 8), "STAGES": stages, "PDL": 1, "MASS": False, "BLOCK_P": 8, "PAGES": 64,
+            "REDUCTION": "mean", "SUM": True, **more,
         }  # fmt: skip
         absent = {"sinks": not constants["SINKS"], "raw": not constants["RAW"], "part": splits == 1}
         absent |= {"part_lse": splits == 1}
+        absent |= dict.fromkeys(("pages", "rows", "unit", "mass", "mass_sum"), not constants["MASS"])
         constants |= {name: None for name, gone in absent.items() if gone}
         made.append((f"attend {dtype} {splits}", attend._attend_kernel, constants, 4, dtype))
         if splits > 1:

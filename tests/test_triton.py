@@ -208,14 +208,45 @@ def test_parts_are_merged_a_few_at_a_time() -> None:
     assert torch.allclose(out, want_out, rtol=1e-5, atol=2e-6) and torch.allclose(lse, want_lse, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean", "max"])
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_mass_that_attend_adds_itself(geometry: tuple, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program attends a whole list: no logits are returned, and the same mass is stored, a rebased request's too."""
+    page, heads, group, widths = geometry
+    world = World(LENGTHS, page, heads, group, widths, torch.float32)
+    options = AttentionOptions(0.3, None, torch.randn(heads, group, device=DEVICE), AttentionMass(group=reduction))
+    _expect_mass_added(world, options, monkeypatch)
+
+
+def _expect_mass_added(world: World, options: AttentionOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an attend in one piece stores itself, in units of each request's own."""
+    longest = -(-5 * world.pool.page_size // 16) * 16
+    monkeypatch.setattr(attend, "shape_for", lambda *_: attend.Shape(16, 4, 2, longest, 1))
+    _, _, increment = attend_selected(world.q, world.pool, world.rows, world.selection, options)
+    rows = MassRows(world.rows.table, torch.rand(len(world.q), device=DEVICE) + 0.5, {1: 0.5})
+    names, stored = ("mass", "mass_sum"), []
+    start = {name: torch.rand_like(world.pool.state[name]) for name in names}
+    for fused in (False, True):
+        for name in names:
+            world.pool.state[name].copy_(start[name])
+        if fused:
+            own = replace(options, mass_rows=rows)
+            assert TritonBackend().attend(world.q, world.pool, world.rows, world.selection, own)[2] is None
+        else:
+            EagerBackend().add_mass(world.pool, world.rows, rows, world.selection, increment)
+        stored.append([world.pool.state[name].clone() for name in names])
+    assert all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in zip(*stored, strict=True))
+
+
 @pytest.mark.parametrize("page", [160, 600])
-def test_mass_of_a_list_that_several_programs_share(page: int) -> None:
-    """Pages so large that a program adds the mass of two of them, or of one."""
+def test_mass_of_a_list_in_several_tiles(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages so large that a tile holds the mass of two of them, or of one."""
     world = World([5 * page, 4 * page + 1, page + 1], page, 2, 3, (16, 16), torch.float32)
     options = AttentionOptions(0.3, mass=AttentionMass())
     _, _, logits = TritonBackend().attend(world.q, world.pool, world.rows, world.selection, options)
     _, _, increment = attend_selected(world.q, world.pool, world.rows, world.selection, options)
     _expect_same_mass(world, logits, increment)
+    _expect_mass_added(world, options, monkeypatch)
 
 
 def _expect_same_mass(world: World, logits: object, increment: object) -> None:
@@ -368,4 +399,4 @@ def test_kernels_compile_for_a_gpu() -> None:
     where = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_kernels.py")
     ran = subprocess.run([sys.executable, str(script)], env=where, capture_output=True, text=True, timeout=600)
-    assert ran.returncode == 0 and "23 kernels, 0 failed" in ran.stdout, ran.stdout + ran.stderr
+    assert ran.returncode == 0 and "24 kernels, 0 failed" in ran.stdout, ran.stdout + ran.stderr

@@ -229,7 +229,8 @@ class Call:
             asked = q if len(places) == len(q) else q[places]
             scores = backend.score(layer.flow, asked, pool, quota.window)
         selection = backend.select(scores, quota, pool.num_kv_heads)
-        options = replace(options, mass=layer.fed_mass)
+        fed = layer.fed_mass
+        options = replace(options, mass=fed, mass_rows=None if fed is None else plan.mass)
         out, lse, increment = backend.attend(q, pool, plan.rows, selection, options)
         if increment is not None:
             self._add_mass(pool, plan, selection, increment)

@@ -26,13 +26,15 @@ PHASES = ("write", "summarize", "score", "select", "attend", "mass")
 class AttentionOptions:
     """How logits are made: ``scale``, optional ``softcap`` and sink logits ``[H, G]``. Honoured by every backend.
 
-    ``mass``: the attention mass that is wanted, if any.
+    ``mass``: the attention mass that is wanted, if any. ``mass_rows``: where it is to be added; a backend that does so
+    in the same pass returns no increment.
     """
 
     scale: float
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     mass: AttentionMass | None = None
+    mass_rows: MassRows | None = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class Backend(ABC):
         """Exact attention over the selection.
 
         q [B, H, G, D] -> out [B, H, G, Dv] in q's dtype, lse [B, H, G] float32, and with ``options.mass`` what
-        :meth:`add_mass` takes.
+        :meth:`add_mass` takes, unless it has been added.
         """
 
     def add_mass(self, pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, increment: Increment) -> None:

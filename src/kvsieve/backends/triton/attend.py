@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvsieve.backends.base import AttentionOptions, Selection
+from kvsieve.backends.base import AttentionOptions, Backend, Selection
 from kvsieve.backends.triton.elementary import exp, tanh
 from kvsieve.backends.triton.launch import (
     INTERPRETED,
@@ -18,6 +18,7 @@ from kvsieve.backends.triton.launch import (
     power_of_two,
     wait_for_inputs,
 )
+from kvsieve.backends.triton.store import mass_of_pages, mass_strides, mass_tile
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Rows
 
@@ -33,20 +34,25 @@ def logits_of(products, scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _attend_kernel(
-    q, k, v, blocks, count, lengths, sinks, out, lse, part, part_lse, raw,
+    q, k, v, blocks, count, lengths, sinks, out, lse, part, part_lse, raw, pages, rows, unit, mass, mass_sum,
     q_b, q_h, q_g, k_h, k_b, k_t, v_h, v_b, v_t, list_b, list_h, raw_g, scale, softcap, heads, group, chunk, splits,
+    p_b, p_h, r_b, m_h, m_r, s_h, s_r,
     P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     RAW: tl.constexpr, WIDE: tl.constexpr, TIMES: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, MASS: tl.constexpr, BLOCK_P: tl.constexpr, PAGES: tl.constexpr, REDUCTION: tl.constexpr,
+    SUM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one segment's tokens. Listed tokens follow each other: only the last page may be partial."""
+    """One chunk of one segment's tokens. Listed tokens follow each other: only the last page may be partial.
+
+    ``MASS``: the chunk is the whole list, and its mass is added as well.
+    """
     h = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     length = tl.load(lengths + b)  # from the host, like the counts: no kernel writes them
-    pages = (length + P - 1) // P
-    tokens = ((tl.load(count + b) - pages) * P + length).to(tl.int32)
+    listed = tl.load(count + b)
+    tokens = ((listed - (length + P - 1) // P) * P + length).to(tl.int32)
     first = split * chunk
     segment = b * heads + h
     row = tl.arange(0, ROWS)
@@ -64,12 +70,12 @@ def _attend_kernel(
         highest = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
-        listed = blocks + b * list_b + h * list_h
+        blocks += b * list_b + h * list_h
         lane = tl.arange(0, TOKENS)
         for start in tl.range(first, last, TOKENS, num_stages=STAGES):
             token = start + lane
             there = token < last
-            block = tl.load(listed + token // P, mask=there, other=0)
+            block = tl.load(blocks + token // P, mask=there, other=0)
             place = (token % P).to(tl.int64)
             keys = tl.load(
                 k + h * k_h + (block * k_b + place * k_t)[:, None] + d[None, :],
@@ -102,6 +108,13 @@ def _attend_kernel(
             acc / TIMES, highest, total, sinks, out, lse, part, part_lse, h, segment, group, dv, split, splits,
             tokens <= chunk, DV, SINKS, ROWS, HEADS, SPLITS, BLOCK_DV,
         )  # fmt: skip
+        if MASS:
+            tl.debug_barrier()  # logits and lse lie in memory
+            for some in range(0, listed, PAGES):
+                mass_of_pages(
+                    raw, lse, pages, rows, unit, mass, mass_sum, raw_g, group, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
+                    b, h, segment, some, listed, length, P, BLOCK_P, PAGES, REDUCTION, SUM,
+                )  # fmt: skip
     let_next_start(PDL)
 
 
@@ -275,7 +288,10 @@ def shape_for(pool: LayerPool, batch: int, width: int) -> Shape:
 def attend(
     q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """q [B, H, G, D] -> out [B, H, G, Dv], lse [B, H, G]; with ``options.mass`` also raw logits [B, H, G, K * p]."""
+    """q [B, H, G, D] -> out [B, H, G, Dv], lse [B, H, G]; with ``options.mass`` also raw logits [B, H, G, K * p].
+
+    A program that attends a whole list adds the mass as well, to ``options.mass_rows``; there are no logits then.
+    """
     batch, heads, group, width = q.shape
     v_width, p, listed = pool.v.shape[-1], pool.page_size, selection.pages.shape[2]
     blocks = selection.blocks(rows.table)
@@ -290,6 +306,16 @@ def attend(
     raw = None
     if options.mass is not None:
         raw = torch.empty(batch, heads, group, listed * p, dtype=torch.float32, device=q.device)
+    fused = options.mass_rows if shape.splits == 1 else None
+    adding: dict[str, object] = {"MASS": False, "BLOCK_P": 1, "PAGES": 1, "REDUCTION": "", "SUM": False}
+    fields: tuple[torch.Tensor | None, ...] = (None,) * 5
+    strides: tuple[int, ...] = (0,) * 7
+    if fused is not None and options.mass is not None:
+        Backend.rebase(pool, rows, fused)
+        sums = pool.state.get("mass_sum")
+        fields = selection.pages, fused.table, fused.unit, pool.state["mass"], sums
+        strides = mass_strides(pool, selection, fused)
+        adding = {"MASS": True, "REDUCTION": options.mass.group, "SUM": sums is not None, **mass_tile(pool, listed)}
     q = q if q.stride(3) == 1 else q.contiguous()
     wide = q.dtype not in PARTS or (INTERPRETED and q.dtype == torch.bfloat16)
     times, rounded = (1, 1) if wide else PARTS[q.dtype]
@@ -300,14 +326,14 @@ def attend(
         "SPLITS": power_of_two(shape.splits),
     }  # fmt: skip
     _attend_kernel[heads, batch, shape.splits](
-        q, pool.k, pool.v, blocks, selection.count, rows.lengths_tensor, options.sinks, out, lse, *parts, raw,
+        q, pool.k, pool.v, blocks, selection.count, rows.lengths_tensor, options.sinks, out, lse, *parts, raw, *fields,
         *(q.stride(0), q.stride(1), q.stride(2)),
         *(pool.k.stride(0), pool.k.stride(1), pool.k.stride(2), pool.v.stride(0), pool.v.stride(1), pool.v.stride(2)),
         *(blocks.stride(0), blocks.stride(1), listed * p, float(options.scale), float(options.softcap or 0.0)),
-        *(heads, group, shape.chunk, shape.splits),
+        *(heads, group, shape.chunk, shape.splits), *strides,
         D=width, ROWS=slots * heads_padded, HEADS=heads_padded, TOKENS=shape.tokens, BLOCK_D=power_of_two(width, 16),
         SOFTCAP=options.softcap is not None, RAW=raw is not None, WIDE=wide, TIMES=times, PARTS=rounded,
-        STAGES=shape.stages, **tiles,
+        STAGES=shape.stages, **tiles, **adding,
         num_warps=shape.warps, **dependent_launch(q.device, heads * batch * shape.splits),
     )  # fmt: skip
     if shape.splits > 1:
@@ -318,4 +344,4 @@ def attend(
             GROUP=power_of_two(group), PART=min(power_of_two(shape.splits), max(1, MERGED // each)), **tiles,
             num_warps=4, **dependent_launch(q.device, heads * batch),
         )  # fmt: skip
-    return out, lse, raw
+    return out, lse, None if adding["MASS"] else raw

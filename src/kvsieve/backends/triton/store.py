@@ -72,13 +72,42 @@ class Logits:
 
 
 @triton.jit
+def mass_of_pages(
+    raw, lse, pages, rows, unit, mass, mass_sum, raw_g, group, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
+    b, h, segment, first, listed, length,
+    P: tl.constexpr, BLOCK_P: tl.constexpr, PAGES: tl.constexpr, REDUCTION: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """Add the mass of some listed pages of one segment. A list names a page once; a state row has one request."""
+    tokens = (listed - (length + P - 1) // P) * P + length
+    place = first + tl.arange(0, PAGES)
+    page = tl.load(pages + b * p_b + h * p_h + place, mask=place < listed, other=0)
+    row = tl.load(rows + b * r_b + page, mask=place < listed, other=0)
+    offset = tl.arange(0, BLOCK_P)
+    token = place[:, None] * P + offset[None, :]
+    there = (offset < P)[None, :] & (token < tokens)
+    at = mass + h * m_h + (row * m_r)[:, None] + offset[None, :]
+    before = tl.load(at, mask=there, other=0.0)
+    new = tl.zeros([PAGES, BLOCK_P], tl.float32)
+    for one in range(group):
+        logits = tl.load(raw + (segment * group + one) * raw_g + token, mask=there, other=float("-inf"))
+        p = tl.where(there, exp(logits - tl.load(lse + segment * group + one)), 0.0)
+        new = tl.maximum(new, p) if REDUCTION == "max" else new + p
+    if REDUCTION == "mean":
+        new = new / group
+    new = new * tl.load(unit + b)
+    tl.store(at, before + new, mask=there)
+    if SUM:
+        at_sum = mass_sum + h * s_h + row * s_r
+        tl.store(at_sum, tl.load(at_sum, mask=place < listed, other=0.0) + tl.sum(new, 1), mask=place < listed)
+
+
+@triton.jit
 def _mass_kernel(
-    raw, lse, pages, count, lengths, rows, unit, mass, mass_sum,
-    raw_g, group, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
+    raw, lse, pages, count, lengths, rows, unit, mass, mass_sum, raw_g, group, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
     P: tl.constexpr, BLOCK_P: tl.constexpr, PAGES: tl.constexpr, REDUCTION: tl.constexpr, SUM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Mass of some listed pages of one segment. A list names no page twice, and state rows belong to one request."""
+    """Mass of some listed pages of one segment."""
     h = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64)
     first = tl.program_id(2) * PAGES
@@ -86,46 +115,39 @@ def _mass_kernel(
     length = tl.load(lengths + b)
     wait_for_inputs(PDL)
     if first < listed:
-        tokens = (listed - (length + P - 1) // P) * P + length
-        place = first + tl.arange(0, PAGES)
-        page = tl.load(pages + b * p_b + h * p_h + place, mask=place < listed, other=0)
-        row = tl.load(rows + b * r_b + page, mask=place < listed, other=0)
-        offset = tl.arange(0, BLOCK_P)
-        token = place[:, None] * P + offset[None, :]
-        there = (offset < P)[None, :] & (token < tokens)
-        new = tl.zeros([PAGES, BLOCK_P], tl.float32)
-        segment = (b * tl.num_programs(0) + h) * group
-        for one in range(group):
-            logits = tl.load(raw + (segment + one) * raw_g + token, mask=there, other=float("-inf"))
-            p = tl.where(there, exp(logits - tl.load(lse + segment + one)), 0.0)
-            new = tl.maximum(new, p) if REDUCTION == "max" else new + p
-        if REDUCTION == "mean":
-            new = new / group
-        new = new * tl.load(unit + b)
-        at = mass + h * m_h + (row * m_r)[:, None] + offset[None, :]
-        tl.store(at, tl.load(at, mask=there, other=0.0) + new, mask=there)
-        if SUM:
-            at_sum = mass_sum + h * s_h + row * s_r
-            tl.store(at_sum, tl.load(at_sum, mask=place < listed, other=0.0) + tl.sum(new, 1), mask=place < listed)
+        mass_of_pages(
+            raw, lse, pages, rows, unit, mass, mass_sum, raw_g, group, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
+            b, h, b * tl.num_programs(0) + h, first, listed, length, P, BLOCK_P, PAGES, REDUCTION, SUM,
+        )  # fmt: skip
     let_next_start(PDL)
 
 
 def add_mass(pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, logits: Logits) -> None:
     """Add the probabilities of the listed tokens to their stored mass."""
     batch, heads, listed = selection.pages.shape
-    p, group = pool.page_size, logits.raw.shape[2]
-    block = power_of_two(p)
-    pages = max(1, min(power_of_two(listed), 512 // block))
     sums = pool.state.get("mass_sum")
-    _mass_kernel[heads, batch, -(-listed // pages)](
+    tile = mass_tile(pool, listed)
+    programs = -(-listed // tile["PAGES"])
+    _mass_kernel[heads, batch, programs](
         logits.raw, logits.lse, selection.pages, selection.count, rows.lengths_tensor, mass.table, mass.unit,
         pool.state["mass"], sums,
-        *(logits.raw.stride(2), group, *selection.pages.stride()[:2], mass.table.stride(0)),
-        *(*_row_strides(pool.state["mass"]), *_row_strides(sums)),
-        P=p, BLOCK_P=block, PAGES=pages, REDUCTION=logits.reduction, SUM=sums is not None,
-        num_warps=max(1, min(4, pages * block // 256)),
-        **dependent_launch(pool.device, heads * batch * -(-listed // pages)),
+        *(logits.raw.stride(2), logits.raw.shape[2], *mass_strides(pool, selection, mass)),
+        P=pool.page_size, REDUCTION=logits.reduction, SUM=sums is not None, **tile,
+        num_warps=max(1, min(4, tile["PAGES"] * tile["BLOCK_P"] // 256)),
+        **dependent_launch(pool.device, heads * batch * programs),
     )  # fmt: skip
+
+
+def mass_tile(pool: LayerPool, listed: int) -> dict[str, int]:
+    """Pages whose mass is added at a time."""
+    block = power_of_two(pool.page_size)
+    return {"BLOCK_P": block, "PAGES": max(1, min(power_of_two(listed), 512 // block))}
+
+
+def mass_strides(pool: LayerPool, selection: Selection, mass: MassRows) -> tuple[int, ...]:
+    """Strides of the page lists (by request and head), of the state rows' table, of mass and of page sums."""
+    fields = _row_strides(pool.state["mass"]), _row_strides(pool.state.get("mass_sum"))
+    return (*selection.pages.stride()[:2], mass.table.stride(0), *fields[0], *fields[1])
 
 
 def _row_strides(field: torch.Tensor | None) -> tuple[int, int]:

@@ -86,8 +86,8 @@ class Launch:
             **dependent_launch(device, programs * self.requests, when),
             num_warps=tile.warps,
             num_stages=tile.stages,
-            # Lanes add up what each has multiplied: with products fused into sums one rounds where another does not, and
-            # one number, a maximum and what it was taken of, would differ from lane to lane.
+            # Lanes add up what each has multiplied. With products fused into sums one rounds where another does not,
+            # and one number, a maximum and what it was taken of, would differ from lane to lane.
             enable_fp_fusion=False,
         )
 
