@@ -179,7 +179,7 @@ MUTANTS = [
            with_a_high_bound, select),
     Mutant("ties before a piece are forgotten", longrow, "ties, greaters, equals, BLOCK)", "ties, greaters, 0, BLOCK)",
            selects_in_long_windows, select),
-    Mutant("the partial page is attended whole", attend, "* P + length).to(tl.int32)", "* P + pages * P).to(tl.int32)",
+    Mutant("the partial page is attended whole", attend, "* P + length).to(tl.int32)", "* P + (length + P - 1) // P * P).to(tl.int32)",
            attends),
     Mutant("a chunk forgets the first ones' scale", attend, "            acc = acc * fade[:, None]\n", "", attends),
     Mutant("probabilities are rounded to 16 bits", attend, "rest -= part", "rest -= rest", sums_finely),

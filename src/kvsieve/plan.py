@@ -87,6 +87,11 @@ class Quota:
     tokens: int = 0
     table: torch.Tensor | None = None
 
+    @cached_property
+    def everything(self) -> torch.Tensor:
+        """The list of a request of which no page is left out, made once for all layers: int64 [width]."""
+        return torch.arange(self.width, device=self.count.device)
+
 
 class Plan:
     """The shared part of a call on one device."""

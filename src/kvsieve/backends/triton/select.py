@@ -116,7 +116,7 @@ def select(scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
     assert table is not None
     batch, window = len(quota.count), quota.window
     if not quota.sparse:
-        pages = torch.arange(quota.width, device=table.device).expand(batch, heads, -1)
+        pages = quota.everything.expand(batch, heads, -1)
         return Selection(pages, quota.count).in_blocks(table[:, None, : quota.width].expand(-1, heads, -1))
     ranked = scores is not None and window is not None and window.max_topk > 0
     shape = batch, heads, max(1, quota.width)
