@@ -55,7 +55,7 @@ def cases() -> list[tuple[str, Any, dict[str, Any], int, str]]:
         made.append((f"attend {dtype} {splits}", attend._attend_kernel, constants, 4, dtype))
         if splits > 1:
             made.append((f"merge {splits}", attend._merge_kernel, constants, 4, dtype))
-    for width, warps in ((64, 1), (2048, 4), (8192, 16), (131072, 16)):
+    for width, warps in ((64, 1), (2048, 4), (8192, 8), (131072, 8)):
         whole = width <= 8192
         constants = {
             "BLOCK": width, "GROUPS": 64, "WHOLE": whole, "ALL": whole, "REQUESTS": 8, "RANKED": True,
@@ -77,7 +77,7 @@ def cases() -> list[tuple[str, Any, dict[str, Any], int, str]]:
         )
     )
     for reduction in ("mean", "max"):
-        constants = {"P": 5, "BLOCK_P": 8, "PAGES": 64, "REDUCTION": reduction, "SUM": True, "PDL": 1}
+        constants = {"P": 5, "GROUP": 3, "BLOCK_P": 8, "PAGES": 64, "REDUCTION": reduction, "SUM": True, "PDL": 1}
         made.append((f"mass {reduction}", store._mass_kernel, constants, 2, "bf16"))
     constants = {"P": 5, "D": 80, "DV": 48, "BLOCK": 1024, "WIDTH": 128, "MASS": True, "PDL": 1}
     made.append(("evict", evict._evict_kernel, constants, 4, "bf16"))

@@ -40,7 +40,7 @@ def _attend_kernel(
     P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     RAW: tl.constexpr, WIDE: tl.constexpr, TIMES: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, MASS: tl.constexpr, BLOCK_P: tl.constexpr, PAGES: tl.constexpr, REDUCTION: tl.constexpr,
+    STAGES: tl.constexpr, MASS: tl.constexpr, GROUP: tl.constexpr, BLOCK_P: tl.constexpr, PAGES: tl.constexpr, REDUCTION: tl.constexpr,
     SUM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one segment's tokens. Listed tokens follow each other: only the last page may be partial.
@@ -112,8 +112,8 @@ def _attend_kernel(
             tl.debug_barrier()  # logits and lse lie in memory
             for some in range(0, listed, PAGES):
                 mass_of_pages(
-                    raw, lse, pages, rows, unit, mass, mass_sum, raw_g, group, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
-                    b, h, segment, some, listed, length, P, BLOCK_P, PAGES, REDUCTION, SUM,
+                    raw, lse, pages, rows, unit, mass, mass_sum, raw_g, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
+                    b, h, segment, some, listed, length, P, GROUP, BLOCK_P, PAGES, REDUCTION, SUM,
                 )  # fmt: skip
     let_next_start(PDL)
 
@@ -307,7 +307,7 @@ def attend(
     if options.mass is not None:
         raw = torch.empty(batch, heads, group, listed * p, dtype=torch.float32, device=q.device)
     fused = options.mass_rows if shape.splits == 1 else None
-    adding: dict[str, object] = {"MASS": False, "BLOCK_P": 1, "PAGES": 1, "REDUCTION": "", "SUM": False}
+    adding: dict[str, object] = {"MASS": False, "GROUP": 1, "BLOCK_P": 1, "PAGES": 1, "REDUCTION": "", "SUM": False}
     fields: tuple[torch.Tensor | None, ...] = (None,) * 5
     strides: tuple[int, ...] = (0,) * 7
     if fused is not None and options.mass is not None:
@@ -315,7 +315,8 @@ def attend(
         sums = pool.state.get("mass_sum")
         fields = selection.pages, fused.table, fused.unit, pool.state["mass"], sums
         strides = mass_strides(pool, selection, fused)
-        adding = {"MASS": True, "REDUCTION": options.mass.group, "SUM": sums is not None, **mass_tile(pool, listed)}
+        adding = {"MASS": True, "GROUP": group, "REDUCTION": options.mass.group, "SUM": sums is not None}
+        adding |= mass_tile(pool, 1024)
     q = q if q.stride(3) == 1 else q.contiguous()
     wide = q.dtype not in PARTS or (INTERPRETED and q.dtype == torch.bfloat16)
     times, rounded = (1, 1) if wide else PARTS[q.dtype]

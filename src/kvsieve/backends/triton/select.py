@@ -107,7 +107,7 @@ def _select_kernel(
 
 def warps_for(block: int) -> int:
     """Warps of a program that holds a window of up to so many pages."""
-    return max(1, min(16, block // 512))
+    return max(1, min(8, block // 512))
 
 
 def select(scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:

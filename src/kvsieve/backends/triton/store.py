@@ -73,9 +73,10 @@ class Logits:
 
 @triton.jit
 def mass_of_pages(
-    raw, lse, pages, rows, unit, mass, mass_sum, raw_g, group, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
+    raw, lse, pages, rows, unit, mass, mass_sum, raw_g, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
     b, h, segment, first, listed, length,
-    P: tl.constexpr, BLOCK_P: tl.constexpr, PAGES: tl.constexpr, REDUCTION: tl.constexpr, SUM: tl.constexpr,
+    P: tl.constexpr, GROUP: tl.constexpr, BLOCK_P: tl.constexpr, PAGES: tl.constexpr, REDUCTION: tl.constexpr,
+    SUM: tl.constexpr,
 ):  # fmt: skip
     """Add the mass of some listed pages of one segment. A list names a page once; a state row has one request."""
     tokens = (listed - (length + P - 1) // P) * P + length
@@ -88,12 +89,12 @@ def mass_of_pages(
     at = mass + h * m_h + (row * m_r)[:, None] + offset[None, :]
     before = tl.load(at, mask=there, other=0.0)
     new = tl.zeros([PAGES, BLOCK_P], tl.float32)
-    for one in range(group):
-        logits = tl.load(raw + (segment * group + one) * raw_g + token, mask=there, other=float("-inf"))
-        p = tl.where(there, exp(logits - tl.load(lse + segment * group + one)), 0.0)
+    for one in tl.static_range(GROUP):  # all on their way at once
+        logits = tl.load(raw + (segment * GROUP + one) * raw_g + token, mask=there, other=float("-inf"))
+        p = tl.where(there, exp(logits - tl.load(lse + segment * GROUP + one)), 0.0)
         new = tl.maximum(new, p) if REDUCTION == "max" else new + p
     if REDUCTION == "mean":
-        new = new / group
+        new = new / GROUP
     new = new * tl.load(unit + b)
     tl.store(at, before + new, mask=there)
     if SUM:
@@ -103,9 +104,9 @@ def mass_of_pages(
 
 @triton.jit
 def _mass_kernel(
-    raw, lse, pages, count, lengths, rows, unit, mass, mass_sum, raw_g, group, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
-    P: tl.constexpr, BLOCK_P: tl.constexpr, PAGES: tl.constexpr, REDUCTION: tl.constexpr, SUM: tl.constexpr,
-    PDL: tl.constexpr,
+    raw, lse, pages, count, lengths, rows, unit, mass, mass_sum, raw_g, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
+    P: tl.constexpr, GROUP: tl.constexpr, BLOCK_P: tl.constexpr, PAGES: tl.constexpr, REDUCTION: tl.constexpr,
+    SUM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Mass of some listed pages of one segment."""
     h = tl.program_id(0).to(tl.int64)
@@ -116,8 +117,8 @@ def _mass_kernel(
     wait_for_inputs(PDL)
     if first < listed:
         mass_of_pages(
-            raw, lse, pages, rows, unit, mass, mass_sum, raw_g, group, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
-            b, h, b * tl.num_programs(0) + h, first, listed, length, P, BLOCK_P, PAGES, REDUCTION, SUM,
+            raw, lse, pages, rows, unit, mass, mass_sum, raw_g, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
+            b, h, b * tl.num_programs(0) + h, first, listed, length, P, GROUP, BLOCK_P, PAGES, REDUCTION, SUM,
         )  # fmt: skip
     let_next_start(PDL)
 
@@ -126,22 +127,22 @@ def add_mass(pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, 
     """Add the probabilities of the listed tokens to their stored mass."""
     batch, heads, listed = selection.pages.shape
     sums = pool.state.get("mass_sum")
-    tile = mass_tile(pool, listed)
+    tile = mass_tile(pool, 512)
     programs = -(-listed // tile["PAGES"])
     _mass_kernel[heads, batch, programs](
         logits.raw, logits.lse, selection.pages, selection.count, rows.lengths_tensor, mass.table, mass.unit,
         pool.state["mass"], sums,
-        *(logits.raw.stride(2), logits.raw.shape[2], *mass_strides(pool, selection, mass)),
-        P=pool.page_size, REDUCTION=logits.reduction, SUM=sums is not None, **tile,
-        num_warps=max(1, min(4, tile["PAGES"] * tile["BLOCK_P"] // 256)),
+        *(logits.raw.stride(2), *mass_strides(pool, selection, mass)),
+        P=pool.page_size, GROUP=logits.raw.shape[2], REDUCTION=logits.reduction, SUM=sums is not None, **tile,
+        num_warps=2,
         **dependent_launch(pool.device, heads * batch * programs),
     )  # fmt: skip
 
 
-def mass_tile(pool: LayerPool, listed: int) -> dict[str, int]:
-    """Pages whose mass is added at a time."""
+def mass_tile(pool: LayerPool, elements: int) -> dict[str, int]:
+    """Pages whose mass is added at a time: about so many elements, at least as many as threads."""
     block = power_of_two(pool.page_size)
-    return {"BLOCK_P": block, "PAGES": max(1, min(power_of_two(listed), 512 // block))}
+    return {"BLOCK_P": block, "PAGES": max(1, elements // block)}
 
 
 def mass_strides(pool: LayerPool, selection: Selection, mass: MassRows) -> tuple[int, ...]:
