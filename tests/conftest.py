@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -13,11 +14,15 @@ from hypothesis import HealthCheck, settings
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported: its kernels run on the CPU
 
+from interpreter import replace_language_once
 from kvsieve import layers
 from kvsieve.flow import Flow
 from kvsieve.graph import FlowGraphs, Geometry, trace_flow
 from kvsieve.mass import AttentionMass
 from kvsieve.verify.poison import poisoned_pools
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    replace_language_once()
 
 # The same examples in every run, however slow or busy the machine is.
 settings.register_profile(

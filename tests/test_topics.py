@@ -15,8 +15,6 @@ from kvsieve.paging.slots import POSITION
 from kvsieve.runtime import RequestId
 from kvsieve.verify.data import Draw, LayerShape, TopicData
 
-pytestmark = pytest.mark.usefixtures("shared_traces")
-
 SHAPE = LayerShape(1, 3, 32, 16)
 PROMPT, STEPS, PAGE = 2304, 1500, 16
 BUDGET = Budget(12, sink=1, recent=2)
