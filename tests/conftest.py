@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Hashable, Iterator
 from importlib.util import find_spec
@@ -30,6 +31,9 @@ settings.register_profile(
 )
 settings.load_profile("repeatable")
 
+# torch writes a record with a stack trace for every op it traces, for whoever listens; pytest would, to every logger.
+logging.getLogger("torch.__trace").addHandler = lambda handler: None  # type: ignore[method-assign]
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # a worker a core: threads that wait for each other cost minutes
 
@@ -46,8 +50,8 @@ _TRACED: dict[tuple[Hashable, Geometry], FlowGraphs] = {}
 
 @pytest.fixture
 def shared_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runtimes of one shipped flow share its graphs, as the layers and copies of one runtime do: each geometry is traced
-    once a process. For tests of what runs a flow, not of tracing."""
+    """Runtimes of one shipped flow share its graphs, as the layers and copies of one runtime do: each geometry is
+    traced once a process. For tests of what runs a flow, not of tracing."""
 
     def trace(flow: Flow, geometry: Geometry, *summaries: Any) -> FlowGraphs:
         known = flow_key(flow)

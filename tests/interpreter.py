@@ -1,5 +1,5 @@
-"""Triton's interpreter, without doing again what is done: it replaces every function of ``triton.language`` at the call of
-a kernel and then at each call inside of it, which takes longer than what the functions do on small tiles."""
+"""Triton's interpreter, without doing again what is done: it replaces every function of ``triton.language`` at the call
+of a kernel and then at each call inside of it, which takes longer than what the functions do on small tiles."""
 
 from __future__ import annotations
 
