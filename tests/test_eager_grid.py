@@ -2,7 +2,7 @@
 
 Flows × page sizes {1, 5, 16, 33} (or the flow's own) × groups {1, 3, 4, 7, 8, 24} × head_dims {64, 80, 128} × 1, 3
 and 5 KV heads, on one ragged batch with every boundary length. Layers of one runtime carry groups and KV heads, so that
-a geometry is traced once. All 1,404 cells of the eager backend run in the quick suite, about two minutes on one core.
+a geometry is traced once. 1,620 cells of the eager backend run in the quick suite, about two minutes on one core.
 The compiled backend runs a few there (odd geometries) and the whole grid among the slow ones: each geometry
 is compiled.
 
