@@ -34,9 +34,11 @@ $(STAMP): pyproject.toml constraints.txt
 model: $(STAMP)
 	$(BIN)/python -m kvsieve.models smollm2
 
-test: export OMP_NUM_THREADS := 1 # two workers: more threads than cores only wait for each other
+# Two workers: more threads than cores only wait for each other. Each takes half of the tests in a row, so that what a
+# module builds is built once, and takes over from the other what is left.
+test: export OMP_NUM_THREADS := 1
 test: model
-	$(BIN)/python -m pytest -n 2 -m 'not slow' $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(PYTEST_ARGS)
 
 setup-vllm: $(VLLM_STAMP)
 

@@ -18,6 +18,8 @@ from kvsieve.verify.data import LayerShape
 from kvsieve.verify.rounding import F64, unit_roundoff
 from support import Twin
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 FLOWS = list(list_flows())
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *HALVES)

@@ -26,6 +26,8 @@ from kvsieve.paging.pool import LayerPool
 transformers = pytest.importorskip("transformers")
 tiny_text = pytest.importorskip("tiny_text")
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 QUEST, TOKENS = "gqa_quest_sparse_attention", "gqa_h2o_token_sparse_attention"
 CONTEXT = 330
 

@@ -19,6 +19,8 @@ from kvsieve.verify.eviction import EVICTION, GROUPS, Simulation
 from kvsieve.verify.programs import Program, run_program
 from kvsieve.verify.subject import Subject
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 # Values and refusals
 
 

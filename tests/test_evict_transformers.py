@@ -18,6 +18,8 @@ from kvsieve.runtime import Call, Runtime
 from test_transformers import generate, own_attention, padded, prompt
 from tiny_models import build
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 AMPLE = Evict(64)
 TIGHT = Evict(14, sink=2, recent=4)
 

@@ -91,7 +91,7 @@ def window_inputs(table_of: torch.Tensor, q: torch.Tensor) -> dict[str, Any]:
         "requests_ptr": torch.arange(len(WIDTHS), device=DEVICE), "widths_ptr": torch.tensor(WIDTHS, device=DEVICE),
         "table_ptr": table_of, "table_stride": table_of.stride(0),
         "row_table_ptr": table_of, "row_table_stride": table_of.stride(0),
-        "width_bound": max(WIDTHS), "sink": 1, "page_size": 2,
+        "width_bound": max(WIDTHS), "most_pages": sum(WIDTHS), "sink": 1, "page_size": 2,
     }  # fmt: skip
 
 

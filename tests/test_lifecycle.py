@@ -13,6 +13,8 @@ from kvsieve.verify.data import IidData, LayerShape
 from kvsieve.verify.poison import poisoned_pools
 from kvsieve.verify.twin import Twin, TwinOptions
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 P = 4
 SHAPES = (LayerShape(2, 3, 8, 6), LayerShape(1, 7, 5, 5))
 STATELESS, STATEFUL = "gqa_quest_sparse_attention", "gqa_h2o_token_sparse_attention"

@@ -20,6 +20,8 @@ from kvsieve.verify.poison import poisoned_pools
 from kvsieve.verify.rounding import F64
 from kvsieve.verify.twin import Twin, TwinOptions
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 SHAPE = LayerShape(2, 3, 20, 12)
 RECENT = 10_000
 

@@ -21,6 +21,8 @@ from kvsieve.verify.rounding import F64
 from kvsieve.verify.unselected import UnselectedNaN
 from support import RELATIVE, PoisonedRuntime, Twin
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 SHAPES = [LayerShape(2, 3, 16, 16), LayerShape(1, 2, 8, 12)]
 FLOWS = list(list_flows())
 

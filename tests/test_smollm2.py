@@ -31,32 +31,38 @@ def ids(small: Any) -> torch.Tensor:
     return tokens
 
 
-def both(model: Any, ids: torch.Tensor, mask: torch.Tensor, flow: str, page_size: int) -> tuple[Any, Any]:
+def own(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> Any:
+    """Tokens and logits with the model's own attention."""
     model.set_attn_implementation("sdpa")
-    expected = generate(model, ids, DynamicCache(config=model.config), new=16, attention_mask=mask, pad_token_id=0)
+    return generate(model, ids, DynamicCache(config=model.config), new=16, attention_mask=mask, pad_token_id=0)
+
+
+def sparse(model: Any, ids: torch.Tensor, mask: torch.Tensor, flow: str, page_size: int) -> Any:
+    """The same with a flow under its budget."""
     model.set_attn_implementation("kvsieve")
     cache = SparseCache(model.config, flow=flow, budget=AMPLE, page_size=page_size)
-    return expected, generate(model, ids, cache, new=16, attention_mask=mask, pad_token_id=0)
+    return generate(model, ids, cache, new=16, attention_mask=mask, pad_token_id=0)
 
 
-@pytest.mark.parametrize("flow,page_size", [("gqa_quest_sparse_attention", 16), ("h2o_token_sparse_attention", 1)])
 @pytest.mark.parametrize("length", [5, 100, 1500])
-def test_under_budget_greedy_tokens_are_the_models_own(
-    small: Any, ids: torch.Tensor, length: int, flow: str, page_size: int
-) -> None:
-    prompt = ids[:, :length]
-    expected, received = both(small[0], prompt, torch.ones_like(prompt), flow, page_size)
-    assert torch.equal(received[0], expected[0])
-    torch.testing.assert_close(received[1], expected[1], rtol=0, atol=2e-4)
+def test_under_budget_greedy_tokens_are_the_models_own(small: Any, ids: torch.Tensor, length: int) -> None:
+    prompt, mask = ids[:, :length], torch.ones(1, length, dtype=torch.long)
+    expected = own(small[0], prompt, mask)
+    for flow, page_size in (("gqa_quest_sparse_attention", 16), ("h2o_token_sparse_attention", 1)):
+        received = sparse(small[0], prompt, mask, flow, page_size)
+        assert torch.equal(received[0], expected[0]), flow
+        torch.testing.assert_close(received[1], expected[1], rtol=0, atol=2e-4, msg=flow)
 
 
 def test_under_budget_a_ragged_batch_is_the_models_own(small: Any, ids: torch.Tensor) -> None:
-    lengths = [5, 100, 1500]
-    batch, mask = torch.zeros(3, 1500, dtype=torch.long), torch.zeros(3, 1500, dtype=torch.long)
+    """A row of less than a page, one of a few pages, and one of many that ends within a page."""
+    lengths = [5, 100, 420]
+    batch, mask = torch.zeros(3, 420, dtype=torch.long), torch.zeros(3, 420, dtype=torch.long)
     for row, length in enumerate(lengths):
-        batch[row, 1500 - length :] = ids[0, :length]
-        mask[row, 1500 - length :] = 1
-    expected, received = both(small[0], batch, mask, "gqa_quest_sparse_attention", 16)
+        batch[row, 420 - length :] = ids[0, :length]
+        mask[row, 420 - length :] = 1
+    expected = own(small[0], batch, mask)
+    received = sparse(small[0], batch, mask, "gqa_quest_sparse_attention", 16)
     assert torch.equal(received[0], expected[0])
     torch.testing.assert_close(received[1], expected[1], rtol=0, atol=2e-4)
 

@@ -20,6 +20,8 @@ from kvsieve.runtime import Attended, Call
 from kvsieve.verify.unselected import UnselectedNaN
 from tiny_models import ARCHITECTURES, build
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 QUEST = "gqa_quest_sparse_attention"
 AMPLE = Budget(1000)
 TIGHT = Budget(2, sink=1, recent=1)

@@ -32,7 +32,7 @@ from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.slots import POSITION, Trim, slot_fields, trim
 from kvsieve.plan import MassRows, Quota, Rows
 from kvsieve.window import Window
-from test_eager_grid import compare_with_reference
+from test_eager_grid import both_widths, compare_with_reference
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
@@ -379,7 +379,7 @@ def test_prompt_mass(decay: float, first: int, rows: int, reduction: str) -> Non
     ],
 )
 def test_whole_steps_equal_the_reference(name: str, page_size: int, group: int, head_dim: int) -> None:
-    compare_with_reference("triton", name, page_size, group, [head_dim])
+    compare_with_reference("triton", name, page_size, both_widths(group, head_dim), group * 1000 + head_dim)
 
 
 def test_a_device_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 from kvsieve.backends import backend_names, get_backend
 from kvsieve.backends.base import Selection
 from kvsieve.backends.eager import EagerBackend, EagerFlow
-from kvsieve.backends.forwarding import ForwardingBackend
+from kvsieve.backends.forwarding import ForwardingBackend, ScoringBy
 from kvsieve.cli import main
 from kvsieve.errors import FlowError, Location, NotCroppable, OutOfPages, UnknownName
 from kvsieve.flow import load_flow
@@ -109,7 +109,14 @@ class CoarseKeys(ForwardingBackend):
         return super().select(scores, quota, heads)
 
 
-@pytest.mark.parametrize("name", backend_names())
+def test_a_backend_that_scores_elsewhere_selects_by_itself() -> None:
+    """So what is found in triton's selection is found in that of triton+compiled."""
+    both = get_backend("triton+compiled")
+    assert isinstance(both, ScoringBy) and ScoringBy.select is ForwardingBackend.select
+    assert type(both.inner) is type(get_backend("triton"))
+
+
+@pytest.mark.parametrize("name", [name for name in backend_names() if name != "triton+compiled"])
 def test_coarse_keys_are_found_where_windows_are_long(name: str) -> None:
     (check,) = (check for check in CHECKS if check.name == "order")
     inner = get_backend(name)
@@ -118,7 +125,10 @@ def test_coarse_keys_are_found_where_windows_are_long(name: str) -> None:
     assert not report.passed and "FAILED order: selection of request 0 head 0: pages [" in report.text()
 
 
-def test_assert_flow_correct(mine: str) -> None:
+def test_assert_flow_correct(mine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs every check by default, as test_exit_code_0 does on this flow; some of them are enough here."""
+    assert verify_flow.__defaults__ == (CHECKS,)
+    monkeypatch.setattr(verify_flow, "__defaults__", (QUICK,))
     assert_flow_correct(load_flow(f"{mine}:Mine"))
     with pytest.raises(AssertionError, match=r"Mine: WRONG on wrong summary[^$]*summary of layer 0"):
         assert_flow_correct(load_flow(f"{mine}:Mine"), backend=WrongSummary2())
