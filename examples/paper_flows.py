@@ -13,14 +13,14 @@ from kvsieve import Flow
 
 
 class Loki(Flow):
-    """``score = max over heads and tokens of (q P) . (k P)``, P the first principal axes of the keys.
+    """``score = max over heads and tokens of (q P) . (k P)``, P the leading principal axes of the keys.
 
     Loki (arXiv 2406.02542), Algorithm 1. ``basis [D, D]`` has the principal axes as its columns, the strongest first;
     ``share`` of them count. Reads share * head_dim values per token of each window page: 1/8 of K and V by default.
 
-    The paper ranks tokens, for each query head, by a basis per layer and head, and keeps K rotated by it. Here pages are
-    ranked (with page_size 1 tokens), once per KV head, by one basis for the whole model, beside K as it is. Without a
-    basis a fixed random projection stands in: it needs no calibration and follows the logits less closely.
+    The paper ranks tokens, for each query head, by a basis per layer and head, and keeps K rotated by it. Here pages
+    are ranked (with page_size 1 tokens), once per KV head, by one basis for the whole model, beside K as it is. Without
+    a basis a fixed random projection stands in: it needs no calibration and follows the logits less closely.
     """
 
     def __init__(self, basis: torch.Tensor | None = None, share: float = 0.25) -> None:
@@ -28,11 +28,6 @@ class Loki(Flow):
             raise ValueError(f"share: expected a number in (0, 1], received {share!r}")
         self.basis = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)) if basis is None else basis
         self.share = share
-
-    @classmethod
-    def calibrated(cls, k: torch.Tensor, share: float = 0.25) -> Loki:
-        """The flow for keys that vary like the sample ``k [tokens, D]``."""
-        return cls(torch.linalg.eigh(k.double().T.cov()).eigenvectors.flip(1).float(), share)
 
     def low(self, x: torch.Tensor) -> torch.Tensor:
         head_dim = x.shape[-1]
@@ -59,11 +54,6 @@ class DoubleSparsity(Flow):
     def __init__(self, channels: Sequence[int] | None = None) -> None:
         self.channels = slice(None, None, 16) if channels is None else torch.tensor(channels)
 
-    @classmethod
-    def calibrated(cls, q: torch.Tensor, k: torch.Tensor, count: int) -> DoubleSparsity:
-        """The flow with the channels in which products of the sample, ``q`` and ``k [tokens, D]``, are largest."""
-        return cls((q * k).abs().mean(0).topk(count).indices.tolist())
-
     def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
         return {"label": k[:, self.channels]}
 
@@ -74,17 +64,16 @@ class DoubleSparsity(Flow):
 class LServe(Flow):
     """``score = max over heads and logical pages of sum_d max(q_d * max_d, q_d * min_d)``.
 
-    LServe (arXiv 2502.14866), hierarchical paging: pages of 64 tokens are selected by the key envelopes of the 4 logical
-    pages of 16 tokens in each. Reads 8 keys' worth of values, 8 * head_dim, per window page: 1/16 of K and V.
+    LServe (arXiv 2502.14866), hierarchical paging: a page is worth its best logical page, by the key envelope; it has
+    4 of them, or one if 4 does not divide it. Reads 8 keys' worth of values, 8 * head_dim, per window page: of pages of
+    64 tokens with logical ones of 16, as in the paper, 1/16 of K and V.
 
-    The paper also quantises K and V, gives half of the heads sinks and recent tokens only, and selects once in 4 steps.
-    Here every KV head selects in every step.
+    The paper also quantises K and V, gives half of the heads sinks and recent tokens only, and lets a selection serve
+    several steps. Here every KV head selects in every step.
     """
 
-    page_size = 64
-
     def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        logical = k.unflatten(0, (4, 16))
+        logical = k.unflatten(0, (4 if len(k) % 4 == 0 else 1, -1))
         return {"k_max": logical.amax(1), "k_min": logical.amin(1)}
 
     def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
