@@ -55,10 +55,10 @@ class DoubleSparsity(Flow):
         self.channels = slice(None, None, 16) if channels is None else torch.tensor(channels)
 
     def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return {"label": k[:, self.channels]}
+        return {"label": k[:, self.channels].T}
 
     def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return (pages["label"] @ q[:, self.channels].T).amax((1, 2))
+        return (q[:, self.channels] @ pages["label"]).amax((1, 2))
 
 
 class LServe(Flow):
