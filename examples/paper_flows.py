@@ -65,8 +65,8 @@ class LServe(Flow):
     """``score = max over heads and logical pages of sum_d max(q_d * max_d, q_d * min_d)``.
 
     LServe (arXiv 2502.14866), hierarchical paging: a page is worth its best logical page, by the key envelope; it has
-    4 of them, or one if 4 does not divide it. Reads 8 keys' worth of values, 8 * head_dim, per window page: of pages of
-    64 tokens with logical ones of 16, as in the paper, 1/16 of K and V.
+    4 of them, or one if 4 does not divide it. Reads 8 keys' worth of values, 8 * head_dim, per window page: with pages
+    of 64 tokens, logical ones of 16, that is 1/16 of K and V.
 
     The paper also quantises K and V, gives half of the heads sinks and recent tokens only, and lets a selection serve
     several steps. Here every KV head selects in every step.
