@@ -246,6 +246,31 @@ def test_only_stored_values_go_to_tensor_cores() -> None:
     run_beside_float64(make_world(graphs, (3, 20), 2, torch.bfloat16, device=DEVICE), close(BOUNDS[torch.float32]))
 
 
+class Rotated(Flow):
+    """Products with a part of a constant; what would be larger than its parts is left to the kernel."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.basis = torch.randn(64, 64, generator=generator, dtype=torch.float64)
+        self.weights = torch.rand(4, generator=generator)
+
+    def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"low": k @ self.basis[: k.shape[-1], 3:10:2].float()}
+
+    def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        low = q @ self.basis[: q.shape[-1], 3:10:2].float()
+        outer = self.weights[:, None] * self.weights.flip(0)
+        return (pages["low"] @ outer @ low.T).amax((1, 2))
+
+
+def test_what_is_made_of_constants_is_computed_once() -> None:
+    """A kernel loads the part of a constant that it needs, and nothing else of it."""
+    graphs = trace_flow(Rotated(), Geometry(5, 20, 20, 3))
+    source = generate_score(graphs).source
+    assert "tl.gather(" not in source and "tl.arange(0, 64)" not in source
+    run_beside_float64(make_world(graphs, (1, 9, 0, 40), 2, device=DEVICE), close(BOUNDS[torch.float32]))
+
+
 def test_results_are_the_same_bits_again() -> None:
     graphs = trace_flow(build_flow("h2o"), Geometry(1, 16, 16, 2))
     results = []

@@ -39,13 +39,18 @@ def translate(flow: Flow, method: str, segment: SegmentGraph) -> Translated:
     values: dict[fx.Node, Results] = {}
     for name, node in segment.trace.inputs.items():
         values[node] = _input(builder, name, segment, node)
-    for node, tensor in segment.trace.constants.items():
+    known = dict(segment.trace.constants)
+    for node, tensor in known.items():
         values[node] = _constant(builder, node.name, tensor)
     for node in segment.nodes:
         if node.op == "call_function" and not is_symbolic(node):
             builder.name, builder.line = node.name, _line(lines, node)
             with default_dtype(torch.float32):  # what numbers and integers are promoted to
-                values[node] = _node(builder, segment, node, values)
+                folded = _folded(node, known)
+                if folded is None:
+                    values[node] = _node(builder, segment, node, values)
+                else:
+                    known[node], values[node] = folded, _constant(builder, node.name, folded)
     outputs = {}
     for name, node in segment.outputs.items():
         value = values[node]
@@ -73,6 +78,21 @@ def _constant(b: Builder, name: str, tensor: torch.Tensor) -> Op:
     op = b.make("constant", tuple(tensor.shape), tensor.dtype, (), tensor)
     op.name = name.removeprefix("c_").removeprefix("b_").removeprefix("p_")
     return op
+
+
+def _folded(node: fx.Node, known: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor | None:
+    """What an op makes of constants, computed once here; None: it takes other values, or makes more than it takes."""
+    operands = [known[one] for one in node.all_input_nodes if one in known]
+    if not operands or len(operands) < len(node.all_input_nodes) or is_getitem(node):
+        return None
+
+    def value(argument: fx.Node) -> torch.Tensor:
+        tensor = known[argument].detach()
+        return tensor.float() if tensor.is_floating_point() else tensor
+
+    result = node.target(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value))  # type: ignore[operator]
+    small = isinstance(result, torch.Tensor) and result.numel() <= sum(one.numel() for one in operands)
+    return result if small else None
 
 
 def _node(b: Builder, segment: SegmentGraph, node: fx.Node, values: Mapping[fx.Node, Results]) -> Results:
