@@ -40,8 +40,8 @@ def _attend_kernel(
     P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
     RAW: tl.constexpr, WIDE: tl.constexpr, TIMES: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, MASS: tl.constexpr, GROUP: tl.constexpr, BLOCK_P: tl.constexpr, PAGES: tl.constexpr, REDUCTION: tl.constexpr,
-    SUM: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, MASS: tl.constexpr, GROUP: tl.constexpr, BLOCK_P: tl.constexpr, PAGES: tl.constexpr,
+    REDUCTION: tl.constexpr, SUM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one segment's tokens. Listed tokens follow each other: only the last page may be partial.
 
