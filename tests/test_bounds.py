@@ -17,7 +17,7 @@ from kvsieve.verify import Fault, Numbers
 from kvsieve.verify.checks import compare
 from kvsieve.verify.data import IidData, LayerShape
 from kvsieve.verify.mutants.flow import EveryRule
-from kvsieve.verify.rounding import F64, graph_spread
+from kvsieve.verify.rounding import F64, attention_spread, graph_spread
 from kvsieve.verify.twin import Twin, TwinOptions
 
 PAGE, LENGTH = 5, 38
@@ -105,6 +105,21 @@ def test_honest_runs_come_within_a_factor_of_ten(flow: Flow) -> None:
     stages = {"score", "state", "output", "lse"} | ({"summary"} if flow.summarize else set())
     for stage in stages:
         assert 0.1 <= worst[stage] <= 1, (stage, worst)
+
+
+@pytest.mark.parametrize("width", [64, 192, 256])
+def test_bounds_hold_for_products_added_one_by_one(width: int) -> None:
+    """Large logits of wide heads, in plain float32."""
+    torch.manual_seed(width)
+    q, k, v = (torch.randn(n, width) for n in (30, 300, 300))
+    q = q * 3
+    logits = torch.zeros(30, 300)
+    for x, y in zip(q.T, k.T, strict=True):
+        logits += x[:, None] * y
+    out = torch.softmax(logits * width**-0.5, -1) @ v
+    seen = torch.ones(30, 300, dtype=torch.bool)
+    exact, bound = attention_spread(q.to(F64)[:, None], k.to(F64), v.to(F64), seen, width**-0.5, None, None)
+    assert 0.1 < float(((out[:, None] - exact["out"]).abs() / bound["out"]).max()) <= 1
 
 
 def on_tensor_cores(terms: torch.Tensor) -> torch.Tensor:

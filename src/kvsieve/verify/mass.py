@@ -12,7 +12,7 @@ from kvsieve.mass import AttentionMass
 from kvsieve.paging.table import CROP_ROWS
 from kvsieve.reference import ReferenceSegment, reduce_group
 from kvsieve.verify.checks import Numbers, compare, unchanged
-from kvsieve.verify.rounding import F64, SIGMAS, NoisyArithmetic, growth, spread
+from kvsieve.verify.rounding import F64, SIGMAS, NoisyArithmetic, growth, noisy_logits, spread
 
 U = 2.0**-24
 READ = 4 * U
@@ -156,10 +156,7 @@ class MassTwin:
         scale, hidden = reference.attention_scale(q.shape[-1]), torch.where(mask, 0.0, -torch.inf)[:, None]
 
         def attend(arithmetic: NoisyArithmetic) -> dict[str, torch.Tensor]:
-            logits = arithmetic(arithmetic(q, 2.0) @ arithmetic(k, 2.0).T * scale)
-            if reference.softcap is not None:
-                logits = arithmetic(reference.softcap * arithmetic(torch.tanh(logits / reference.softcap)))
-            logits = logits + hidden
+            logits = noisy_logits(arithmetic, q, k, scale, reference.softcap) + hidden
             lse = torch.logsumexp(logits, -1)
             if reference.sinks is not None:
                 lse = torch.logaddexp(lse, reference.sinks)

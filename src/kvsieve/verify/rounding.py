@@ -221,6 +221,19 @@ def _widen(argument: Any) -> Any:
     return F64 if argument is torch.float32 else argument
 
 
+def noisy_logits(
+    arithmetic: NoisyArithmetic, q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None
+) -> torch.Tensor:
+    """Logits [..., T] of q [..., D] over k [T, D]: scaled, soft-capped.
+
+    Partial sums of a large product are large themselves: one after another, D of them err by a root of D / 3 roundings
+    of it.
+    """
+    partial_sums = max(1.0, math.sqrt(q.shape[-1]) / 3)
+    logits = arithmetic(arithmetic(q, 2.0) @ arithmetic(k, 2.0).T * scale, partial_sums)
+    return logits if softcap is None else arithmetic(softcap * arithmetic(torch.tanh(logits / softcap)))
+
+
 def attention_spread(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -240,10 +253,7 @@ def attention_spread(
     hidden = torch.where(mask, 0.0, -torch.inf)[:, None]
 
     def attend(arithmetic: NoisyArithmetic) -> dict[str, torch.Tensor]:
-        logits = arithmetic(arithmetic(q, 2.0) @ arithmetic(k, 2.0).T * scale)
-        if softcap is not None:
-            logits = arithmetic(softcap * arithmetic(torch.tanh(logits / softcap)))
-        logits = logits + hidden
+        logits = noisy_logits(arithmetic, q, k, scale, softcap) + hidden
         lse = torch.logsumexp(logits, -1)
         if sinks is not None:
             lse = torch.logaddexp(lse, sinks)
