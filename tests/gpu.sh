@@ -1,5 +1,5 @@
 #!/bin/sh
-# What needs a CUDA GPU, in about six minutes on 16 cores: kernels against PyTorch ops and float64, step graphs, the oracle,
+# What needs a CUDA GPU, in some minutes on 16 cores: kernels against PyTorch ops and float64, step graphs, the oracle,
 # kernel mutants, offsets beyond 2**31 elements, fifty runs bit for bit, and two passes under compute-sanitizer.
 #
 #     sh tests/gpu.sh            from the repository root; PYTHON names another python3
@@ -12,12 +12,16 @@ run() {
     "$@" || failed=1
 }
 
-run "$PYTHON" -m pytest -q -n 8 -rf --tb=short tests/test_triton.py tests/test_stepgraph.py tests/test_kernel_mutants.py \
-    tests/test_generate_flows.py tests/test_generate_ops.py
-run "$PYTHON" -m pytest -q -n 8 -rf --tb=short tests/test_cuda.py -k "triton or offsets or fifty or waits"
+check() {
+    run "$PYTHON" -m pytest -q -n auto -rf --tb=short "$@"
+}
+
+check tests/test_triton.py tests/test_stepgraph.py tests/test_kernel_mutants.py
+check -m "not slow" tests/test_generate_flows.py tests/test_generate_ops.py tests/test_papers.py
+check tests/test_cuda.py -k "triton or offsets or fifty or waits"
 run "$PYTHON" -m kvsieve verify gqa_quest_sparse_attention --backend triton --device cuda
 if command -v compute-sanitizer > /dev/null; then
-    small="again or one_token or (attention_and_mass and sum and 5) or (selection_is_exact and 65)"
+    small="again or one_token or (attention_and_mass and sum and 5) or (adds_itself and 5) or (selection_is_exact and 65)"
     run compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" -m pytest -q -rf --tb=short tests/test_triton.py -k "$small"
     run compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" -m pytest -q -rf --tb=short tests/test_triton.py -k "$small"
 fi
