@@ -66,6 +66,8 @@ def measure_case(
     else:
         times, single = _measure_calls(stack, forms, tick), None
         how = f"backend {setting.backend}, {setting.layers} layers a step"
+    if stack.options.mass is not None and "mass" not in times:
+        sizes["attend"] += sizes["mass"]
     rows = [Phase(name, *times[name], sizes[name], kernels[name]) for name in PHASES if name in times]
     moved = sum(sizes[row.name] for row in rows if row.name != "summarize")
     moved += sizes["summarize"] // stack.runtime.page_size

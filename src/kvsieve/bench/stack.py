@@ -47,7 +47,10 @@ class Stack:
         self.first = self._advance()
         device = torch.device(setting.device)
         self.plan = Plan(self.runtime.tables, self.requests, [1] * setting.batch, [], device, self.masses)
-        self.options = AttentionOptions(setting.head_dim**-0.5, mass=self.layer(0).fed_mass)
+        fed = self.layer(0).fed_mass
+        self.options = AttentionOptions(
+            setting.head_dim**-0.5, mass=fed, mass_rows=None if fed is None else self.plan.mass
+        )
         self.quota = self._quota()
 
     def layer(self, index: int) -> Layer:
@@ -124,7 +127,7 @@ class Stack:
             "attend": lambda i: self._attend(i, queries[i], chosen[i]),
             "mass": lambda i: backend.add_mass(self.layer(i).pool, plan.rows, plan.mass, chosen[i], attended[i][2]),
         }
-        if self.options.mass is None:
+        if all(increment is None for _, _, increment in attended):  # no mass, or attend has added it
             del runs["mass"]
         if not self.flow.summarize or self.context < 2 * self.runtime.page_size:
             del runs["summarize"]
