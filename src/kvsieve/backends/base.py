@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from kvsieve.errors import ConfigError
 from kvsieve.graph import FlowGraphs
 from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
@@ -69,6 +71,19 @@ class Selection:
         return (position < lengths[:, None, None, None]) & self.listed()[..., None]
 
 
+@dataclass(frozen=True)
+class Tuning:
+    """Tilings of a phase's kernels, a row (pages, warps, stages, heads) a kernel: by rule, and the best of ``tried``,
+    each with the seconds of a launch."""
+
+    phase: str
+    by_rule: tuple[tuple[int, ...], ...]
+    by_rule_seconds: float
+    best: tuple[tuple[int, ...], ...]
+    seconds: float
+    tried: int
+
+
 class Backend(ABC):
     """Runs a flow's graphs and the attention over a selection on a paged pool. Batched over (request, KV head)."""
 
@@ -113,6 +128,24 @@ class Backend(ABC):
     @abstractmethod
     def score(self, flow: Any, q: torch.Tensor, pool: LayerPool, window: Window) -> torch.Tensor:
         """Score window pages and write new state: q [Bs, H, G, D] -> float32 [Bs, H, W] (padding undefined)."""
+
+    def tune(
+        self,
+        flow: Any,
+        q: torch.Tensor,
+        pool: LayerPool,
+        window: Window | None,
+        blocks: torch.Tensor,
+        seconds: Callable[[str], float | None],
+    ) -> tuple[Tuning, ...]:
+        """Try other tilings of a flow's kernels for calls like these, and keep the best.
+
+        ``seconds``: times the ``score`` or ``summarize`` of these arguments; None if the GPU cannot hold its kernels.
+
+        Raises:
+            ConfigError: nothing is generated for this backend.
+        """
+        raise ConfigError(f"tuning: expected backend triton, whose kernels have tilings, received {self.name}")
 
     @abstractmethod
     def select(self, scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvsieve.backends.base import Tuning
 from kvsieve.bench.setting import Setting
 from kvsieve.bench.stack import Stack
 from kvsieve.stepgraph import StepGraph
@@ -81,6 +82,27 @@ def _captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph, stream=stream):
         run()
     return graph
+
+
+def tune_kernels(stack: Stack) -> tuple[Tuning, ...]:
+    """Try other tilings of the kernels that are generated for a stack's flow, at its sizes.
+
+    Raises:
+        ConfigError: the backend generates none.
+    """
+    setting = stack.setting
+    clock = GraphClock(torch.device(setting.device), setting.layers, max(3, setting.repeats // 5))
+    phases = stack.phases()
+
+    def seconds(phase: str) -> float | None:
+        try:
+            return clock.chain(phases[phase])[0] if phase in phases else None
+        except Exception as error:  # Triton's own class moves from version to version
+            if "out of resource" not in str(error):
+                raise
+            return None  # too many registers, or too much shared memory
+
+    return stack.tune(seconds)
 
 
 def measure_in_graphs(

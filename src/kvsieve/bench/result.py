@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvsieve.backends.base import Tuning
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -39,7 +41,7 @@ class Case:
     ``kind``: ``sparse``, or one of the cases in which a step has nothing to choose (``under budget``,
     ``budget = length``). ``checked``: segments whose step was compared with float64 before anything was timed.
     ``single``: on a GPU, median and least seconds of a step by itself, the cache flushed; the other times are those
-    among many in one graph.
+    among many in one graph. ``tuned``: what trying other tilings found.
     """
 
     kind: str
@@ -50,6 +52,7 @@ class Case:
     dense: tuple[DenseTime, ...]
     checked: int
     single: tuple[float, float] | None = None
+    tuned: tuple[Tuning, ...] = ()
 
     @property
     def step(self) -> Phase:

@@ -11,7 +11,7 @@ import torch
 from kvsieve.backends.base import PHASES
 from kvsieve.bench.check import check_step
 from kvsieve.bench.dense import UNFAIR, dense_forms
-from kvsieve.bench.gpu import fitting_layers, measure_in_graphs
+from kvsieve.bench.gpu import fitting_layers, measure_in_graphs, tune_kernels
 from kvsieve.bench.result import Case, DenseTime, FlowResult, Measurement, Phase
 from kvsieve.bench.setting import Setting
 from kvsieve.bench.stack import Stack
@@ -57,6 +57,7 @@ def measure_case(
     setting = _with_layers(flow, setting, context)
     stack = Stack(flow, setting, context)
     checked = check_step(stack)
+    tuned = tune_kernels(stack) if setting.tune else ()
     pages, kept = int(stack.quota.pages[0]), int(stack.quota.count[0])
     sizes, kernels = stack.bytes(), setting_kernels(stack)
     forms = dense_forms(stack)
@@ -73,7 +74,7 @@ def measure_case(
     moved += sizes["summarize"] // stack.runtime.page_size
     rows.append(Phase("step", *times["step"], moved, how))
     compared = tuple(DenseTime(name, *times[name], setting.on_gpu or name != UNFAIR) for name in forms)
-    return Case(kind, context, pages, kept, tuple(rows), compared, checked, single)
+    return Case(kind, context, pages, kept, tuple(rows), compared, checked, single, tuned)
 
 
 def _with_layers(flow: Flow, setting: Setting, context: int) -> Setting:

@@ -16,6 +16,7 @@ class Setting:
     """The geometry of a measurement.
 
     ``budget`` counts pages of ``page_size`` tokens; ``layers`` share a step's plan; 0: as many as suit the device.
+    ``tune``: on a GPU, tilings of generated kernels are tried first.
     """
 
     device: str = "cpu"
@@ -29,6 +30,7 @@ class Setting:
     dtype: torch.dtype = torch.bfloat16
     layers: int = 0
     repeats: int = 25
+    tune: bool = False
 
     @property
     def group(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvsieve.backends.base import AttentionOptions, Selection
+from kvsieve.backends.base import AttentionOptions, Selection, Tuning
 from kvsieve.bench.setting import Setting
 from kvsieve.call import DENSE, Attended
 from kvsieve.flow import Flow
@@ -115,13 +115,13 @@ class Stack:
         """What a step does to a layer, each phase by itself."""
         backend, plan, quota = self.runtime.backend, self.plan, self.quota
         heads, queries = self.setting.kv_heads, [self._grouped(q) for q, _, _ in self.draws]
+        blocks = self._full_blocks()
         scores = [self._score(layer, queries[layer]) for layer in range(self.setting.layers)]
         chosen: list[Selection] = [backend.select(one, quota, heads) for one in scores]
         attended = [self._attend(layer, queries[layer], chosen[layer]) for layer in range(self.setting.layers)]
-        pages = torch.tensor([self.runtime.tables[one].blocks[0] for one in self.requests], device=self.setting.device)
         runs: dict[str, Callable[[int], object]] = {
             "write": lambda i: backend.write(self.layer(i).pool, plan.writes, *self.draws[i][1:]),
-            "summarize": lambda i: backend.summarize(self.layer(i).flow, self.layer(i).pool, pages),
+            "summarize": lambda i: backend.summarize(self.layer(i).flow, self.layer(i).pool, blocks),
             "score": lambda i: self._score(i, queries[i]),
             "select": lambda i: backend.select(scores[i], quota, heads),
             "attend": lambda i: self._attend(i, queries[i], chosen[i]),
@@ -134,6 +134,15 @@ class Stack:
         if quota.window is None:
             del runs["score"]
         return runs
+
+    def tune(self, seconds: Callable[[str], float | None]) -> tuple[Tuning, ...]:
+        """Try other tilings of the kernels that are generated for the flow; ``seconds`` times a phase."""
+        layer, q = self.layer(0), self._grouped(self.draws[0][0])
+        return self.runtime.backend.tune(layer.flow, q, layer.pool, self.quota.window, self._full_blocks(), seconds)
+
+    def _full_blocks(self) -> torch.Tensor:
+        """A full page of each request."""
+        return torch.tensor([self.runtime.tables[one].blocks[0] for one in self.requests], device=self.setting.device)
 
     def bytes(self) -> dict[str, int]:
         """Bytes that each phase of a step has to move in one layer, by its index lists."""

@@ -30,6 +30,7 @@ LAYERS_HELP = (
 )
 SEEDING_CONTEXTS = (2048, 4096, 8192)
 SEEDING_HELP = "measure instead what seeding attention mass costs beside dense prefill, at 2048, 4096 and 8192 tokens"
+TUNE_HELP = "on a GPU: first try other tilings of the generated kernels, and keep the best for these sizes in the cache"
 CONTEXTS_HELP = "tokens per request; may be repeated  [default: 4096, 16384]"
 
 
@@ -49,6 +50,7 @@ def bench_command(
     repeats: int = typer.Option(25, min=3, help="measurements of each phase"),
     json_file: str | None = typer.Option(None, "--json", metavar="FILE", help="write the numbers here; - is stdout"),
     plot: str | None = typer.Option(None, metavar="FILE.png", help="draw time against context here"),
+    tune: bool = typer.Option(False, "--tune", help=TUNE_HELP),
     seeding: bool = typer.Option(False, "--seeding", help=SEEDING_HELP),
 ) -> None:
     """Verify a decode step against float64, then time its phases, the whole of it, and dense attention beside it.
@@ -67,8 +69,10 @@ def bench_command(
     if threads is not None:
         torch.set_num_threads(threads)
     setting = Setting(
-        device, backend, batch, query_heads, kv_heads, head_dim, page_size, pages, kind, layers or 0, repeats
+        device, backend, batch, query_heads, kv_heads, head_dim, page_size, pages, kind, layers or 0, repeats, tune
     )
+    if tune and not setting.on_gpu:
+        raise ConfigError(f"--tune: expected a GPU (--device cuda), received {device}")
     if seeding:
         if flow or plot:
             raise ConfigError("--seeding measures no flow and draws no plot: expected neither --flow nor --plot")

@@ -8,6 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from kvsieve.backends.base import Tuning
 from kvsieve.bench import CPU_LAYERS, Case, FlowResult, Measurement
 from kvsieve.cli.terminal import output
 
@@ -36,6 +37,8 @@ def print_measurement(measurement: Measurement) -> None:
             if case.kind == "sparse":
                 console.print(phase_table(case, measurement.copy_bandwidth))
                 console.print(Text(dense_words(case)))
+                for one in case.tuned:
+                    console.print(Text(tuning_words(one)))
                 if case.single is not None:
                     console.print(Text(single_words(case)))
         console.print(summary(flow))
@@ -53,6 +56,15 @@ def print_measurement(measurement: Measurement) -> None:
             "Every case was compared with the float64 reference first, stage by stage, in the first and last segment.",
             style="dim",
         )
+    )
+
+
+def tuning_words(one: Tuning) -> str:
+    """What trying other tilings found."""
+    forms = ", ".join(f"{row[0]} pages x {row[1]} warps" for row in one.best)
+    return (
+        f"{one.phase}: {one.tried} tilings tried, {one.by_rule_seconds * 1e6:.1f} us by rule, "
+        f"{one.seconds * 1e6:.1f} us with {forms}"
     )
 
 

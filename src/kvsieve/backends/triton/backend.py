@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from kvsieve.backends.attention import prefill_requests
-from kvsieve.backends.base import PHASES, AttentionOptions, Backend, Selection
+from kvsieve.backends.base import PHASES, AttentionOptions, Backend, Selection, Tuning
 from kvsieve.backends.triton.attend import attend
 from kvsieve.backends.triton.evict import MOST_SLOTS, evict_one
 from kvsieve.backends.triton.generate import (
@@ -80,6 +81,22 @@ class TritonBackend(Backend):
     def score(self, flow: GeneratedFlow, q: torch.Tensor, pool: LayerPool, window: Window) -> torch.Tensor:
         assert flow.score is not None
         return flow.score.run(q, pool, window)
+
+    def tune(
+        self,
+        flow: GeneratedFlow,
+        q: torch.Tensor,
+        pool: LayerPool,
+        window: Window | None,
+        blocks: torch.Tensor,
+        seconds: Callable[[str], float | None],
+    ) -> tuple[Tuning, ...]:
+        found = []
+        if flow.summarize is not None:
+            found.append(flow.summarize.tune(pool, blocks, lambda: seconds("summarize")))
+        if flow.score is not None and window is not None:
+            found.append(flow.score.tune(q, pool, window, lambda: seconds("score")))
+        return tuple(found)
 
     def select(self, scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
         return select(scores, quota, heads)

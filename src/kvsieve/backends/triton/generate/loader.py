@@ -36,19 +36,19 @@ def _write(file_name: str, source: str) -> Path:
         try:
             if not path.is_file() or path.read_text() != source:
                 folder.mkdir(parents=True, exist_ok=True)
-                _replace(path, source)
+                replace_file(path, source)
         except OSError:
             continue
         return path
     raise OSError(f"generated kernels: expected {cache_dir()} or the temporary folder to be writable, received neither")
 
 
-def _replace(path: Path, source: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Whole or not at all, whoever else writes the same."""
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".py")
+    handle, name = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
     try:
         with os.fdopen(handle, "w") as file:
-            file.write(source)
+            file.write(text)
         os.replace(name, path)
     except BaseException:
         os.unlink(name)

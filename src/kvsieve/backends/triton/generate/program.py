@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from kvsieve.backends.base import Tuning
 from kvsieve.backends.triton.generate import dots
 from kvsieve.backends.triton.generate.arguments import Scratch
+from kvsieve.backends.triton.generate.autotune import Clock, kept_tilings, tune
 from kvsieve.backends.triton.generate.errors import Refused
 from kvsieve.backends.triton.generate.ir import Op, walk
 from kvsieve.backends.triton.generate.kernel import HEAD, Form, Kernel, print_gathering, print_stage
@@ -102,11 +104,12 @@ class Generated:
     def launch(self, variant: Variant, requests: int, width: int, call: Mapping[str, Any], pool: LayerPool) -> None:
         """Run all stages. ``call``: inputs by argument name."""
         built = self.built(variant)
-        chunks = [-(-width // one.pages) for one in built.tilings]
-        running = Launch(built, variant.heads, requests, call, pool, chunks)
+        tilings = kept_tilings(built, variant.heads, pool.device, requests * width) or built.tilings
+        chunks = [-(-width // one.pages) for one in tilings]
+        running = Launch(built, tilings, variant.heads, requests, call, pool, chunks)
         for one in self.scratch.values():
             running.reserve(one, chunks[one.stage] if one.per_chunk else width)
-        for number, (kernel, tile) in enumerate(zip(built.kernels, built.tilings, strict=True)):
+        for number, (kernel, tile) in enumerate(zip(built.kernels, tilings, strict=True)):
             running.start(kernel, tile, chunks[number])
             if number in built.gatherings and chunks[number] > GATHERED:
                 running.gather(number, [one for one in self.scratch.values() if one.per_chunk and one.stage == number])
@@ -160,9 +163,18 @@ class ScoreProgram(Generated):
             "sink": window.sink,
             "page_size": window.page_size,
         }
-        narrow = q.dtype == pool.k.dtype and q.dtype in (torch.bfloat16, torch.float16)
-        self.launch(Variant(heads, narrow, _side_by_side(pool)), requests, window.width, call, pool)
+        self.launch(self._variant(q, pool), requests, window.width, call, pool)
         return scores
+
+    def tune(self, q: torch.Tensor, pool: LayerPool, window: Window, clock: Clock) -> Tuning:
+        """Try other tilings for launches like :meth:`run` with these arguments, which ``clock`` times."""
+        built, pages = self.built(self._variant(q, pool)), len(q) * window.width
+        return tune("score", built, pool.num_kv_heads, pool.device, pages, bool(self.plan.scans), clock)
+
+    @staticmethod
+    def _variant(q: torch.Tensor, pool: LayerPool) -> Variant:
+        narrow = q.dtype == pool.k.dtype and q.dtype in (torch.bfloat16, torch.float16)
+        return Variant(pool.num_kv_heads, narrow, _side_by_side(pool))
 
 
 class SummarizeProgram(Generated):
@@ -172,7 +184,16 @@ class SummarizeProgram(Generated):
         """Compute and store the summary fields of full pages, given their blocks [C]; the null block is left alone."""
         if len(blocks):
             call = {"blocks_ptr": blocks, "count": len(blocks)}
-            self.launch(Variant(pool.num_kv_heads, False, _side_by_side(pool)), 1, len(blocks), call, pool)
+            self.launch(self._variant(pool), 1, len(blocks), call, pool)
+
+    def tune(self, pool: LayerPool, blocks: torch.Tensor, clock: Clock) -> Tuning:
+        """Try other tilings for launches like :meth:`run` with these arguments, which ``clock`` times."""
+        built, scans = self.built(self._variant(pool)), bool(self.plan.scans)
+        return tune("summarize", built, pool.num_kv_heads, pool.device, len(blocks), scans, clock)
+
+    @staticmethod
+    def _variant(pool: LayerPool) -> Variant:
+        return Variant(pool.num_kv_heads, False, _side_by_side(pool))
 
 
 def _side_by_side(pool: LayerPool) -> bool:

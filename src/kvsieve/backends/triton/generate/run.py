@@ -27,6 +27,8 @@ class Built:
     tilings: list[Tiling]
     gatherings: dict[int, Kernel]
     source: str
+    tuned: dict[int, tuple[Tiling, ...] | None] = field(default_factory=dict)
+    """Tilings in place of these, by class of work (:mod:`~kvsieve.backends.triton.generate.autotune`)."""
     _constants: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
 
     @cached_property
@@ -47,6 +49,7 @@ class Launch:
     """One run of a program: its inputs, and the memory between its stages."""
 
     built: Built
+    tilings: Sequence[Tiling]
     heads: int
     requests: int
     call: Mapping[str, Any]
@@ -69,8 +72,7 @@ class Launch:
         """Launch a kernel for so many chunks of each request."""
         values = [self._find(one, kernel) for one in kernel.arguments if one.source != "pages"]
         shared = [self.call[name] for name in ("count", "width_bound", "sink", "page_size") if name in self.call]
-        tilings = self.built.tilings
-        constants = [tilings[int(one.key)].pages for one in kernel.arguments if one.source == "pages"]
+        constants = [self.tilings[int(one.key)].pages for one in kernel.arguments if one.source == "pages"]
         constants += [tile.pages, self.heads]
         constants += [tile.each, dot_type(self.pool.k.dtype)] if kernel.loops else []
         dealt = self._dealt(kernel, tile, chunks)

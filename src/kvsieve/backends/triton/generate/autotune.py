@@ -1,0 +1,118 @@
+"""Tilings that were tried on a GPU and kept in the cache: by kernels, GPU and amount of work."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvsieve.backends.base import Tuning
+from kvsieve.backends.triton.generate.kernel import Kernel
+from kvsieve.backends.triton.generate.loader import replace_file
+from kvsieve.backends.triton.generate.run import Built
+from kvsieve.backends.triton.generate.tuning import FEWEST_DOT_PAGES, MOST_PAGES, Tiling
+from kvsieve.backends.triton.launch import INTERPRETED
+from kvsieve.cache import cache_dir
+
+Tilings = tuple[Tiling, ...]
+Clock = Callable[[], float | None]
+"""Seconds of a launch with the tilings that are set; None if the GPU cannot hold them."""
+FILE = "tilings.json"
+MOST_WARPS = 16
+
+
+def work_class(pages: int) -> int:
+    """Amounts of work that share a tiling: window pages of all requests, by powers of four."""
+    return pages.bit_length() // 2
+
+
+def kept_tilings(built: Built, heads: int, device: torch.device, pages: int) -> Tilings | None:
+    """What was found best for so many pages on this GPU; None if nothing was tried.
+
+    Interpreted kernels have no times: no file is read for them.
+    """
+    if INTERPRETED and not built.tuned:
+        return None
+    work = work_class(pages)
+    if work not in built.tuned:
+        found = _stored().get(_key(built, heads, device, work))
+        built.tuned[work] = None if found is None else tuple(Tiling(*one) for one in found)
+    return built.tuned[work]
+
+
+def tune(phase: str, built: Built, heads: int, device: torch.device, pages: int, scans: bool, clock: Clock) -> Tuning:
+    """Try a handful of tilings, a stage after the other, and keep the fastest.
+
+    Args:
+        phase: what the kernels do. built: the kernels. heads: KV heads of their launches.
+        pages: pages of one launch, of all requests.
+        scans: whether chunks of pages follow each other, which then have one size in all stages.
+        clock: times a launch.
+    """
+    work = work_class(pages)
+    best = by_rule = tuple(built.tilings)
+    least = first = _timed(built, work, by_rule, clock)
+    tried = 1
+    for stage, kernel in enumerate(built.kernels):
+        for one in neighbours(kernel, best[stage], scans):
+            candidate = (*best[:stage], one, *best[stage + 1 :])
+            seconds = _timed(built, work, candidate, clock)
+            tried += 1
+            if seconds < least:
+                best, least = candidate, seconds
+    built.tuned[work] = best
+    if least < math.inf:
+        _keep(_key(built, heads, device, work), best)
+    return Tuning(phase, tuple(map(astuple, by_rule)), first, tuple(map(astuple, best)), least, tried)
+
+
+def neighbours(kernel: Kernel, one: Tiling, scans: bool) -> Iterator[Tiling]:
+    """Tilings near one: fewer or more pages, warps, and stages where a program loops over heads."""
+    least = FEWEST_DOT_PAGES if kernel.dots else 1
+    sizes = [one.pages] if scans else [one.pages // 2, one.pages, one.pages * 2]
+    for pages in sizes:
+        for warps in (one.warps // 2, one.warps, one.warps * 2):
+            if least <= pages <= MOST_PAGES and 1 <= warps <= MOST_WARPS and (pages, warps) != (one.pages, one.warps):
+                yield replace(one, pages=pages, warps=warps)
+    if kernel.loops:
+        yield replace(one, stages=one.stages + 1)
+
+
+def _timed(built: Built, work: int, tilings: Tilings, clock: Clock) -> float:
+    built.tuned[work] = tilings
+    seconds = clock()
+    return math.inf if seconds is None else seconds
+
+
+def _key(built: Built, heads: int, device: torch.device, work: int) -> str:
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    digest = hashlib.sha256(built.source.encode()).hexdigest()[:16]
+    return f"{digest} {heads} heads, {gpu}, 4**{work} pages"
+
+
+def _path() -> Path:
+    return cache_dir() / FILE
+
+
+@cache
+def _stored() -> dict[str, Sequence[Sequence[int]]]:
+    """The file's tilings; none if there is no such file, or not such a one."""
+    try:
+        found: Any = json.loads(_path().read_text())
+        return {key: [[int(x) for x in one] for one in value] for key, value in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _keep(key: str, tilings: Tilings) -> None:
+    stored = _stored()
+    stored[key] = [astuple(one) for one in tilings]
+    _path().parent.mkdir(parents=True, exist_ok=True)
+    replace_file(_path(), json.dumps(stored, indent=1, sort_keys=True))

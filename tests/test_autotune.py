@@ -1,0 +1,129 @@
+"""Tilings that are tried: every one computes the same, the fastest is kept, in memory and in a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from generated_world import World, make_world
+from kvsieve.backends import get_backend
+from kvsieve.backends.triton.generate import autotune, generate_score, generate_summarize
+from kvsieve.backends.triton.generate.program import ScoreProgram
+from kvsieve.backends.triton.launch import INTERPRETED
+from kvsieve.cli.app import main
+from kvsieve.errors import ConfigError
+from kvsieve.flow import Flow, build_flow
+from kvsieve.graph import Geometry, trace_flow
+from test_generate_flows import Scan
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+WIDTHS = (70, 3, 33)
+
+
+@pytest.fixture(autouse=True)
+def _own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune, "_path", lambda: tmp_path / "deep" / autotune.FILE)
+    monkeypatch.setattr(autotune, "INTERPRETED", False)  # look into the file, as on a GPU
+    autotune._stored.cache_clear()
+
+
+def prepared(flow: Flow, page: int, dtype: torch.dtype = torch.float32) -> tuple[World, ScoreProgram]:
+    graphs = trace_flow(flow, Geometry(page, 16, 16, 3))
+    world = make_world(graphs, WIDTHS, 2, dtype, device=DEVICE)
+    if graphs.summarize is not None:
+        generate_summarize(graphs).run(world.pool, world.blocks())
+    return world, generate_score(graphs)
+
+
+def scored(world: World, program: ScoreProgram) -> Callable[[], torch.Tensor]:
+    """The scores of all windows, from the same state every time."""
+    before = {name: field.clone() for name, field in world.pool.state.items()}
+
+    def run() -> torch.Tensor:
+        for name, field in before.items():
+            world.pool.state[name].copy_(field)
+        scores = program.run(world.q, world.pool, world.window)
+        return torch.cat([scores[i, :, :width] for i, width in enumerate(WIDTHS)], 1)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("flow", "page", "dtype"),
+    [
+        (build_flow("gqa_quest_sparse_attention"), 5, torch.float16),
+        (build_flow("h2o"), 5, torch.float32),
+        (Scan(), 3, torch.float32),
+    ],
+    ids=["tensor cores", "stages", "scan"],
+)
+def test_every_tiling_computes_the_same(flow: Flow, page: int, dtype: torch.dtype) -> None:
+    world, program = prepared(flow, page, dtype)
+    run = scored(world, program)
+    want, seen = run(), set()
+
+    def clock() -> float:
+        assert torch.allclose(run(), want, rtol=1e-5, atol=1e-5)
+        (built,) = (one for one in program._built.values() if one.tuned)
+        seen.add(next(iter(built.tuned.values())))
+        return 1.0
+
+    tuned = program.tune(world.q, world.pool, world.window, clock)
+    assert len(seen) == tuned.tried > len(tuned.by_rule) and tuned.best == tuned.by_rule
+
+
+def test_the_fastest_is_kept_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, program = prepared(build_flow("block_sparse_attention"), 5)
+    run = scored(world, program)
+    want = run()
+
+    def seconds() -> float | None:
+        (built,) = (one for one in program._built.values() if one.tuned)
+        ((tile,),) = built.tuned.values()
+        return None if tile.pages < built.tilings[0].pages else 1 / (tile.pages * tile.warps)
+
+    tuned = program.tune(world.q, world.pool, world.window, seconds)
+    pages, warps = tuned.by_rule[0][:2]
+    assert tuned.best[0][:2] == (2 * pages, 2 * warps) and tuned.seconds == tuned.by_rule_seconds / 4
+    assert torch.allclose(run(), want, rtol=1e-5, atol=1e-5)
+    # another process finds it in the file, for about as many pages only
+    autotune._stored.cache_clear()
+    _, fresh = prepared(build_flow("block_sparse_attention"), 5)
+    built = fresh.built(fresh._variant(world.q, world.pool))
+    total = len(WIDTHS) * world.window.width
+    where = world.pool.device
+    kept = autotune.kept_tilings(built, 2, where, total)
+    assert kept is not None and kept[0].pages == 2 * pages
+    assert autotune.kept_tilings(built, 2, where, 16 * total) is None
+    assert autotune.kept_tilings(built, 1, where, total) in (None, kept)  # heads are in the file's key, not in memory
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": 3}', '{"a": [[1, "x"]]}'])
+def test_a_file_that_holds_something_else_is_ignored_and_replaced(text: str) -> None:
+    path = autotune._path()
+    path.parent.mkdir()
+    path.write_text(text)
+    world, program = prepared(build_flow("block_sparse_attention"), 5)
+    program.tune(world.q, world.pool, world.window, lambda: 1.0)
+    assert [len(rows) for rows in json.loads(path.read_text()).values()] == [1]
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
+
+
+def test_what_no_gpu_can_hold_is_not_kept() -> None:
+    world, program = prepared(build_flow("block_sparse_attention"), 5)
+    tuned = program.tune(world.q, world.pool, world.window, lambda: None)
+    assert tuned.best == tuned.by_rule and not autotune._path().exists()
+
+
+def test_backends_without_tilings_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="expected backend triton, whose kernels have tilings, received eager"):
+        get_backend("eager").tune(None, *[torch.zeros(1)] * 2, None, torch.zeros(1), lambda phase: 1.0)  # type: ignore[arg-type]
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "--tune"])
+    assert stop.value.code == 2 and "--tune: expected a GPU (--device cuda), received cpu" in capsys.readouterr().err
