@@ -54,7 +54,7 @@ def shared_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     traced once a process. For tests of what runs a flow, not of tracing."""
 
     def trace(flow: Flow, geometry: Geometry, *summaries: Any) -> FlowGraphs:
-        known = flow_key(flow)
+        known = _flow_key(flow)
         if known is None:
             return trace_flow(flow, geometry, *summaries)
         if (known, geometry) not in _TRACED:
@@ -64,7 +64,7 @@ def shared_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "trace_flow", trace)
 
 
-def flow_key(flow: Flow) -> Hashable | None:
+def _flow_key(flow: Flow) -> Hashable | None:
     """Equal for flows that are the same; None where that cannot be seen: a test's own class, or tensors."""
     key = type(flow), tuple(sorted((name, repr(value)) for name, value in vars(flow).items()))
     own = type(flow).__module__.startswith("kvsieve.flows.")

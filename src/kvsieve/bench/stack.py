@@ -194,7 +194,7 @@ class Stack:
         quota = self.plan.quota(layer.budget or DENSE, scoring, bool(layer.graphs and layer.graphs.state_writes))
         if quota.window is None:
             return quota
-        return replace(quota, window=replace(quota.window, settled=False))  # phases follow each other
+        return replace(quota, window=replace(quota.window, settled=False))  # a phase follows itself here
 
     def _fill(self, tokens: int) -> None:
         """Store the past without attending it: dense prefill of a long context would take minutes. Its queries seed the

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from kvsieve.backends.base import Selection
-from kvsieve.mass import FIELDS as MASS_FIELDS
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Quota
 from kvsieve.reference import ReferenceSegment
 from kvsieve.verify.checks import Numbers, unchanged
 from kvsieve.verify.segment import SegmentTwin, StepResult
+from kvsieve.verify.stored import flow_state, page_by_page, stored_mass
 
 
 class KnownRequest:
@@ -81,13 +81,13 @@ class StepOracle:
                     q[row, head],
                     k[head, -1],
                     v[head, -1],
-                    _fields(pool.summaries, head, pages[: length // pool.page_size]),
-                    _fields(_own_state(pool), head, states),
+                    page_by_page(pool.summaries, head, pages[: length // pool.page_size]),
+                    _state(pool, head, states),
                     StepResult(out[row, head], lse[row, head], listed, found),
                 )
                 self._check_storage(pool, twin, head, pages, states)
                 if twin.mass and mass_scales is not None and states is not None:
-                    stored = {name: pool.state[name][head, states] for name in MASS_FIELDS}
+                    stored = stored_mass(pool, head, states)
                     twin.mass.check(self.numbers, twin.place, stored, mass_scales[row])
             after.append(request)
             self.steps += 1
@@ -133,7 +133,7 @@ class StepOracle:
             twin = SegmentTwin(reference, impl.graphs, pool.dtype, place)
             twin.write(k[head, :-1], v[head, :-1])
             full = (k.shape[1] - 1) // pool.page_size
-            stored = _fields(pool.summaries, head, pages[:full])
+            stored = page_by_page(pool.summaries, head, pages[:full])
             for page in range(max(0, full - self.summary_pages), full):
                 twin.check_summary(self.numbers, page, stored[page])
             twins.append(twin)
@@ -144,22 +144,12 @@ class StepOracle:
     ) -> None:
         """The summary of a page that this step filled, the earlier ones, and the state of all pages."""
         length = len(twin.reference.k)
-        stored = _fields(pool.summaries, head, pages[: length // pool.page_size])
+        stored = page_by_page(pool.summaries, head, pages[: length // pool.page_size])
         if length % pool.page_size == 0:
             twin.check_summary(self.numbers, length // pool.page_size - 1, stored[-1])
         twin.check_summaries(stored)
-        twin.check_state(self.numbers, _fields(_own_state(pool), head, states))
+        twin.check_state(self.numbers, _state(pool, head, states))
 
 
-def _own_state(pool: LayerPool) -> dict[str, torch.Tensor]:
-    """State fields that the flow itself declares: all but the attention mass."""
-    return {name: field for name, field in pool.state.items() if name not in MASS_FIELDS}
-
-
-def _fields(
-    fields: Mapping[str, torch.Tensor], head: int, places: torch.Tensor | None
-) -> list[Mapping[str, torch.Tensor]]:
-    if places is None:
-        return []
-    picked = {name: field[head, places] for name, field in fields.items()}
-    return [{name: field[i] for name, field in picked.items()} for i in range(len(places))]
+def _state(pool: LayerPool, head: int, rows: torch.Tensor | None) -> list[Mapping[str, torch.Tensor]]:
+    return [] if rows is None else page_by_page(flow_state(pool), head, rows)

@@ -44,10 +44,9 @@ EXACT = _names(
 # Ops that add up many products or terms: their operands are perturbed too, so that a cancelling sum keeps its error.
 SUMS = _names(
     "sum mean var std cumsum cumprod prod softmax _softmax log_softmax _log_softmax logsumexp linalg_vector_norm "
-    "matmul mm bmm mv dot linear einsum conv1d avg_pool1d "
-    "layer_norm"
+    "matmul mm bmm mv dot linear einsum conv1d avg_pool1d layer_norm"
 )
-
+# Of these, what kernels may add up on tensor cores; ``sum``, for it may be one of products.
 CONTRACTIONS = _names("sum matmul mm bmm mv dot linear einsum")
 LOGS = frozenset(("logsumexp", "log_softmax", "_log_softmax"))
 
@@ -175,40 +174,41 @@ def run_graph(
 
 
 def _run_node(node: fx.Node, values: Mapping[fx.Node, Any], arithmetic: NoisyArithmetic) -> Any:
+    """An op's result: operands of sums err as much as partial sums may, then the result once more."""
     name = op_name(node.target)
     noisy = name in SUMS
 
     def swap(argument: Any) -> Any:
-        value = values[argument] if isinstance(argument, fx.Node) else argument
-        return (
-            arithmetic(value, growth(max(value.shape, default=1)))
-            if noisy and isinstance(value, torch.Tensor)
-            else value
-        )
+        value = values[argument] if isinstance(argument, fx.Node) else _widen(argument)
+        if noisy and isinstance(value, torch.Tensor):
+            return arithmetic(value, growth(max(value.shape, default=1)))
+        return value
 
-    args = fx.node.map_aggregate(node.args, swap)
-    kwargs = fx.node.map_aggregate(node.kwargs, swap)
-    args = fx.node.map_aggregate(args, _widen)
-    kwargs = fx.node.map_aggregate(kwargs, _widen)
+    args, kwargs = fx.node.map_aggregate(node.args, swap), fx.node.map_aggregate(node.kwargs, swap)
     result = node.target(*args, **kwargs)  # type: ignore[operator]
-    if arithmetic.tensor_cores and name in CONTRACTIONS and result.is_floating_point():
-        operands: list[torch.Tensor] = []
-
-        def absolute(argument: Any) -> Any:
-            if not isinstance(argument, torch.Tensor):
-                return argument
-            operands.append(argument.abs())
-            return operands[-1]
-
-        size = node.target(*fx.node.map_aggregate(args, absolute), **fx.node.map_aggregate(kwargs, absolute))  # type: ignore[operator]
-        result = arithmetic.cut_off(result, _terms(name, operands, result), size)
+    if name in CONTRACTIONS and arithmetic.tensor_cores and result.is_floating_point():
+        result = _cut_off(node, args, kwargs, result, arithmetic)
     if name is None or name in EXACT or not isinstance(result, torch.Tensor):
         return result
     return arithmetic.shifted(arithmetic(result)) if name in LOGS else arithmetic(result)
 
 
-def _terms(name: str, operands: list[torch.Tensor], result: torch.Tensor) -> int:
-    """Products or terms that a contraction adds up."""
+def _cut_off(node: fx.Node, args: Any, kwargs: Any, result: torch.Tensor, arithmetic: NoisyArithmetic) -> torch.Tensor:
+    """A contraction's result as tensor cores may have it; of absolute values it tells the size of its terms."""
+    operands: list[torch.Tensor] = []
+
+    def absolute(argument: Any) -> Any:
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        operands.append(argument.abs())
+        return operands[-1]
+
+    size = node.target(*fx.node.map_aggregate(args, absolute), **fx.node.map_aggregate(kwargs, absolute))  # type: ignore[operator]
+    return arithmetic.cut_off(result, _terms(op_name(node.target), operands, result), size)
+
+
+def _terms(name: str | None, operands: list[torch.Tensor], result: torch.Tensor) -> int:
+    """Terms that a contraction adds up for each value of its result, at most."""
     if name == "sum":
         return operands[0].numel() // max(1, result.numel())
     if name == "einsum":

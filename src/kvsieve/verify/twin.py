@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,15 +13,13 @@ from kvsieve.budget import Budget, BudgetLike, budget_for_layer
 from kvsieve.call import Attended, Call
 from kvsieve.flow import Flow, extra_parameters
 from kvsieve.graph import FlowGraphs, Geometry
-from kvsieve.mass import FIELDS as MASS_FIELDS
-from kvsieve.paging.allocator import NULL_BLOCK
-from kvsieve.paging.pool import LayerPool
 from kvsieve.reference import ReferenceSegment
 from kvsieve.runtime import CROP_ROWS, RequestId, Runtime
 from kvsieve.verify.checks import Numbers, expect
 from kvsieve.verify.data import Data, Draw, IidData, LayerShape
 from kvsieve.verify.poison import spoil_free_memory
 from kvsieve.verify.segment import SegmentTwin, StepResult
+from kvsieve.verify.stored import check_tables, flow_state, page_by_page, stored_mass
 
 MANY_PAGES = 400
 """Of a call that fills more pages, so many are drawn for the comparison of summaries."""
@@ -218,17 +216,7 @@ class Twin:
         Raises:
             Fault: one of them is not what it must be.
         """
-        tables, p = self.runtime.tables, self.options.page_size
-        expect(set(tables) == set(self.requests), "life cycle", "runtime", f"holds requests {sorted(tables)}")
-        for request, length in self.requests.items():
-            entry, place = tables[request], f"request {request}"
-            expect(entry.length == length, "life cycle", place, f"length {entry.length}, expected {length}")
-            pages = 0 if request in self.out else -(-entry.stored // p)
-            expect(len(entry.blocks) == pages, "storage", place, f"{len(entry.blocks)} blocks, expected {pages}")
-            for table, listed in ((tables.blocks, entry.blocks), (tables.rows, entry.rows)):
-                row = table[entry.slot].tolist()
-                padding = [int(NULL_BLOCK)] * (len(row) - len(listed))
-                expect(row == [*listed, *padding], "storage", place, f"table {row}, expected {listed} and null blocks")
+        check_tables(self.runtime.tables, self.requests, self.out, self.options.page_size)
         for (layer, request, head), segment in self._segments.items():
             if request not in self.out:
                 self._check_segment(layer, request, head, segment)
@@ -242,10 +230,10 @@ class Twin:
                 stored = field[head, entry.blocks].flatten(0, 1)[: entry.length].to("cpu", torch.float64)
                 same = torch.equal(torch.nan_to_num(stored, nan=7.0), torch.nan_to_num(torch.stack(wanted), nan=7.0))
                 expect(same, "storage", segment.place, f"{name} is not what was written")
-        segment.check_state(self.numbers, self._state(pool, head, entry.rows))
+        segment.check_state(self.numbers, page_by_page(flow_state(pool), head, entry.rows))
         if segment.mass:
-            segment.mass.unchanged(segment.place, self._mass(pool, head, entry.rows))
-        segment.check_summaries(self._rows(pool.summaries, head, entry.blocks))
+            segment.mass.unchanged(segment.place, stored_mass(pool, head, entry.rows))
+        segment.check_summaries(page_by_page(pool.summaries, head, entry.blocks))
 
     def _check_step(self, layer: int, requests: Sequence[RequestId], draw: Draw, result: Attended) -> None:
         shape, pool = self.options.shapes[layer], self.runtime.layers[layer].pool
@@ -267,8 +255,8 @@ class Twin:
                 if request in scored and scores is not None:
                     row = scores[scored.index(request), head, :width]
                 received = StepResult(out[i, mine], lse[i, head], pages[i, head, : counts[i]].tolist(), row)
-                summaries = self._rows(pool.summaries, head, entry.blocks)
-                state = self._state(pool, head, entry.rows)
+                summaries = page_by_page(pool.summaries, head, entry.blocks)
+                state = page_by_page(flow_state(pool), head, entry.rows)
                 segment = self._segments[layer, request, head]
                 segment.sharp = self._judge.random() < self._judged
                 full = (len(segment.reference.k) + 1) // self.options.page_size
@@ -278,7 +266,7 @@ class Twin:
     def _check_mass(self, layer: int, request: RequestId, head: int) -> None:
         segment, entry = self._segments[layer, request, head], self.runtime.tables[request]
         if segment.mass:
-            stored = self._mass(self.runtime.layers[layer].pool, head, entry.rows)
+            stored = stored_mass(self.runtime.layers[layer].pool, head, entry.rows)
             segment.mass.check(self.numbers, segment.place, stored, segment.mass.mass.factor**entry.mass.age)
 
     def _check_new_summaries(self, requests: Sequence[RequestId], starts: Sequence[int]) -> None:
@@ -288,7 +276,7 @@ class Twin:
             for (layer, _, head), segment in self._segments_of(request):
                 if layer in self.runtime.layers:
                     pool = self.runtime.layers[layer].pool
-                    stored = self._rows(pool.summaries, head, entry.blocks)
+                    stored = page_by_page(pool.summaries, head, entry.blocks)
                     segment.sharp = self._judge.random() < self._judged
                     pages: Sequence[int] = range(start // p, entry.length // p)
                     if len(pages) > MANY_PAGES:
@@ -404,20 +392,6 @@ class Twin:
     def _segments_of(self, request: RequestId) -> list[tuple[tuple[int, RequestId, int], SegmentTwin]]:
         """The segments of a request, with their (layer, request, KV head)."""
         return [(key, segment) for key, segment in self._segments.items() if key[1] == request]
-
-    def _state(self, pool: LayerPool, head: int, rows: Sequence[int]) -> list[Mapping[str, torch.Tensor]]:
-        """What the flow's ``score`` returned, row by row."""
-        return self._rows({name: field for name, field in pool.state.items() if name not in MASS_FIELDS}, head, rows)
-
-    @staticmethod
-    def _mass(pool: LayerPool, head: int, rows: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The attention mass as it is stored, all rows at once: in a long request they are many."""
-        return {name: pool.state[name][head, list(rows)].cpu() for name in MASS_FIELDS}
-
-    @staticmethod
-    def _rows(fields: Mapping[str, torch.Tensor], head: int, places: Sequence[int]) -> list[Mapping[str, torch.Tensor]]:
-        picked = {name: field[head, list(places)].cpu() for name, field in fields.items()}
-        return [{name: field[i] for name, field in picked.items()} for i in range(len(places))]
 
 
 def _place(layer: int, request: RequestId, head: int) -> str:

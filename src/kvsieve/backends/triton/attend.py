@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -18,7 +19,7 @@ from kvsieve.backends.triton.launch import (
     power_of_two,
     wait_for_inputs,
 )
-from kvsieve.backends.triton.store import mass_of_pages, mass_strides, mass_tile
+from kvsieve.backends.triton.store import NO_MASS, listed_tokens, mass_arguments, mass_of_pages
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Rows
 
@@ -52,7 +53,7 @@ def _attend_kernel(
     split = tl.program_id(2)
     length = tl.load(lengths + b)  # from the host, like the counts: no kernel writes them
     listed = tl.load(count + b)
-    tokens = ((listed - (length + P - 1) // P) * P + length).to(tl.int32)
+    tokens = listed_tokens(listed, length, P).to(tl.int32)
     first = split * chunk
     segment = b * heads + h
     row = tl.arange(0, ROWS)
@@ -186,12 +187,12 @@ def _merge_kernel(
     P: tl.constexpr, DV: tl.constexpr, SINKS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
     PART: tl.constexpr, BLOCK_DV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add up the parts of a segment, always in the same order. A kernel of its own: the last of the programs that made
-    them would have to wait for a fence, which takes longer."""
+    """Merge the parts of one segment, if it has several. A kernel of its own: the last of the programs that made them
+    would have to wait for a fence, which takes longer."""
     h = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + b)
-    tokens = (tl.load(count + b) - (length + P - 1) // P) * P + length
+    tokens = listed_tokens(tl.load(count + b), length, P)
     used = ((tokens + chunk - 1) // chunk).to(tl.int32)
     dv = tl.arange(0, BLOCK_DV)
     wait_for_inputs(PDL)
@@ -207,6 +208,7 @@ def _merge(
     DV: tl.constexpr, SINKS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
+    """Add up the first ``used`` parts of a segment, always in the same order."""
     row = tl.arange(0, GROUP)
     real = row < group
     one = tl.arange(0, SPLITS)
@@ -285,12 +287,21 @@ def shape_for(pool: LayerPool, batch: int, width: int) -> Shape:
     return Shape(tokens, 2 if segments < 32 else 4, 5, chunk, -(-longest // chunk))
 
 
+def product_rows(dtype: torch.dtype, group: int) -> dict[str, Any]:
+    """Rows of a tensor-core product: padded query heads; a slot of them per part of a probability, if 16 hold all."""
+    wide = dtype not in PARTS or (INTERPRETED and dtype == torch.bfloat16)
+    times, parts = (1, 1) if wide else PARTS[dtype]
+    slots = power_of_two(parts) if group * power_of_two(parts) <= 16 else 1
+    heads = power_of_two(group, 16 // slots)
+    return {"ROWS": slots * heads, "HEADS": heads, "WIDE": wide, "TIMES": times, "PARTS": parts}
+
+
 def attend(
     q: torch.Tensor, pool: LayerPool, rows: Rows, selection: Selection, options: AttentionOptions
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """q [B, H, G, D] -> out [B, H, G, Dv], lse [B, H, G]; with ``options.mass`` also raw logits [B, H, G, K * p].
 
-    A program that attends a whole list adds the mass as well, to ``options.mass_rows``; there are no logits then.
+    A program that attends a whole list adds the mass as well, to ``options.mass_rows``; no logits are returned then.
     """
     batch, heads, group, width = q.shape
     v_width, p, listed = pool.v.shape[-1], pool.page_size, selection.pages.shape[2]
@@ -298,51 +309,40 @@ def attend(
     shape = shape_for(pool, batch, listed)
     out = torch.empty(batch, heads, group, v_width, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, heads, group, dtype=torch.float32, device=q.device)
-    parts: tuple[torch.Tensor | None, ...] = (None, None)
+    part = part_lse = raw = None
     if shape.splits > 1:
-        size = batch, heads, shape.splits, group
-        part = torch.empty(*size, v_width, dtype=torch.float32, device=q.device)
-        parts = part, torch.empty(size, dtype=torch.float32, device=q.device)
-    raw = None
+        part_lse = lse.new_empty(batch, heads, shape.splits, group)
+        part = lse.new_empty(*part_lse.shape, v_width)
     if options.mass is not None:
-        raw = torch.empty(batch, heads, group, listed * p, dtype=torch.float32, device=q.device)
-    fused = options.mass_rows if shape.splits == 1 else None
-    adding: dict[str, object] = {"MASS": False, "GROUP": 1, "BLOCK_P": 1, "PAGES": 1, "REDUCTION": "", "SUM": False}
-    fields: tuple[torch.Tensor | None, ...] = (None,) * 5
-    strides: tuple[int, ...] = (0,) * 7
-    if fused is not None and options.mass is not None:
-        Backend.rebase(pool, rows, fused)
-        sums = pool.state.get("mass_sum")
-        fields = selection.pages, fused.table, fused.unit, pool.state["mass"], sums
-        strides = mass_strides(pool, selection, fused)
-        adding = {"MASS": True, "GROUP": group, "REDUCTION": options.mass.group, "SUM": sums is not None}
-        adding |= mass_tile(pool, 1024)
+        raw = lse.new_empty(batch, heads, group, listed * p)
+    added = options.mass_rows if shape.splits == 1 else None
+    mass_fields, mass_strides, mass_constants = NO_MASS
+    if added is not None:
+        assert options.mass is not None
+        Backend.rebase(pool, rows, added)
+        mass_fields, mass_strides, mass_constants = mass_arguments(
+            pool, selection, added, group, options.mass.group, 1024
+        )
     q = q if q.stride(3) == 1 else q.contiguous()
-    wide = q.dtype not in PARTS or (INTERPRETED and q.dtype == torch.bfloat16)
-    times, rounded = (1, 1) if wide else PARTS[q.dtype]
-    slots = power_of_two(rounded) if group * power_of_two(rounded) <= 16 else 1
-    heads_padded = power_of_two(group, 16 // slots)
-    tiles = {
+    cut = heads, group, shape.chunk, shape.splits
+    shared = {
         "P": p, "DV": v_width, "BLOCK_DV": power_of_two(v_width, 16), "SINKS": options.sinks is not None,
         "SPLITS": power_of_two(shape.splits),
     }  # fmt: skip
     _attend_kernel[heads, batch, shape.splits](
-        q, pool.k, pool.v, blocks, selection.count, rows.lengths_tensor, options.sinks, out, lse, *parts, raw, *fields,
-        *(q.stride(0), q.stride(1), q.stride(2)),
-        *(pool.k.stride(0), pool.k.stride(1), pool.k.stride(2), pool.v.stride(0), pool.v.stride(1), pool.v.stride(2)),
-        *(blocks.stride(0), blocks.stride(1), listed * p, float(options.scale), float(options.softcap or 0.0)),
-        *(heads, group, shape.chunk, shape.splits), *strides,
-        D=width, ROWS=slots * heads_padded, HEADS=heads_padded, TOKENS=shape.tokens, BLOCK_D=power_of_two(width, 16),
-        SOFTCAP=options.softcap is not None, RAW=raw is not None, WIDE=wide, TIMES=times, PARTS=rounded,
-        STAGES=shape.stages, **tiles, **adding,
+        q, pool.k, pool.v, blocks, selection.count, rows.lengths_tensor, options.sinks, out, lse, part, part_lse, raw,
+        *(*mass_fields, *q.stride()[:3], *pool.k.stride()[:3], *pool.v.stride()[:3], *blocks.stride()[:2]),
+        *(listed * p, float(options.scale), float(options.softcap or 0.0), *cut, *mass_strides),
+        D=width, BLOCK_D=power_of_two(width, 16), TOKENS=shape.tokens, STAGES=shape.stages,
+        SOFTCAP=options.softcap is not None, RAW=raw is not None, MASS=added is not None,
+        **product_rows(q.dtype, group), **shared, **mass_constants,
         num_warps=shape.warps, **dependent_launch(q.device, heads * batch * shape.splits),
     )  # fmt: skip
     if shape.splits > 1:
         each = power_of_two(group) * power_of_two(v_width, 16)
         _merge_kernel[heads, batch](
-            selection.count, rows.lengths_tensor, options.sinks, out, lse, *parts,
-            *(heads, group, shape.chunk, shape.splits),
-            GROUP=power_of_two(group), PART=min(power_of_two(shape.splits), max(1, MERGED // each)), **tiles,
+            selection.count, rows.lengths_tensor, options.sinks, out, lse, part, part_lse, *cut,
+            GROUP=power_of_two(group), PART=min(power_of_two(shape.splits), max(1, MERGED // each)), **shared,
             num_warps=4, **dependent_launch(q.device, heads * batch),
         )  # fmt: skip
-    return out, lse, None if adding["MASS"] else raw
+    return out, lse, raw if added is None else None

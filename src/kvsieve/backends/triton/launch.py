@@ -38,7 +38,9 @@ def _dependent(device: torch.device) -> bool:
 
 
 AT_END, ONCE_WAITED, AT_ONCE = 1, 2, 3
-"""When a kernel lets the next one be set up: behind its own work, or as soon as its inputs are there, or before."""
+"""When a kernel lets the next one be set up: behind its own work, whose place the next would take; once its inputs are
+there, if it leaves room for the next; or at its start, where a score follows that may run beside it. Kernels compare
+``PDL`` with the numbers; 0 is without."""
 
 
 def dependent_launch(device: torch.device, programs: int | None = None, when: int = AT_END) -> dict[str, Any]:

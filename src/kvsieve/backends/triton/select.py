@@ -28,14 +28,13 @@ LIST = 128
 
 
 @triton.jit
-def _write_list(listed, pages_out, table, first, last, shift, LIST: tl.constexpr):
-    """Places first .. last of a list, page = place + shift."""
-    for start in range(first, last, LIST):
-        place = start + tl.arange(0, LIST)
-        here = place < last
-        page = place.to(tl.int64) + shift
-        tl.store(pages_out + place, page, mask=here)
-        tl.store(listed + place, tl.load(table + page, mask=here, other=0), mask=here)
+def _write_all(listed, pages_out, table, total, LIST: tl.constexpr):
+    """The list of a request all of whose pages are kept."""
+    for start in range(0, total, LIST):
+        page = start + tl.arange(0, LIST)
+        here = page < total
+        tl.store(pages_out + page, page.to(tl.int64), mask=here)
+        tl.store(listed + page, tl.load(table + page, mask=here, other=0), mask=here)
 
 
 @triton.jit
@@ -68,7 +67,7 @@ def _select_kernel(
     blocks_out += b * o_b + h * o_h
     wait_for_inputs(PDL)
     if total == kept:
-        _write_list(blocks_out, pages_out, table, 0, kept, 0, LIST)
+        _write_all(blocks_out, pages_out, table, total, LIST)
     else:
         if RANKED:
             k = kept - sink - recent
@@ -112,31 +111,27 @@ def warps_for(block: int) -> int:
 
 def select(scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
     """Lists of pages and of their blocks, from scores [Bs, H, W]."""
-    table = quota.table
+    table, window, batch = quota.table, quota.window, len(quota.count)
     assert table is not None
-    batch, window = len(quota.count), quota.window
     if not quota.sparse:
         pages = quota.everything.expand(batch, heads, -1)
         return Selection(pages, quota.count).in_blocks(table[:, None, : quota.width].expand(-1, heads, -1))
-    ranked = scores is not None and window is not None and window.max_topk > 0
     shape = batch, heads, max(1, quota.width)
     pages, blocks = (torch.empty(shape, dtype=torch.int64, device=table.device) for _ in range(2))
-    width, k, requests = 2, 1, table
-    strides: tuple[int, ...] = (0, 0)
+    ranked = scores is not None and window is not None and window.max_topk > 0
+    width, k, requests, scored, strides = 2, 1, table, 0, (0, 0)
+    bitmap, found, words = None, None, 0
     if ranked:
         assert scores is not None and window is not None
         scores = scores if scores.stride(2) == 1 else scores.contiguous()
-        width, k, requests, strides = scores.shape[2], window.max_topk, window.requests, scores.stride()[:2]
-    whole, words = width <= IN_REGISTERS, 0
-    rows: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    if not whole:
-        assert scores is not None and window is not None
-        bitmap, _ = rows = bitmap_of(scores, quota, window)
-        words = bitmap.shape[2]
-    block = power_of_two(width, 64)
-    scored = len(requests) if ranked else 0
+        width, k, requests, scored = scores.shape[2], window.max_topk, window.requests, len(window.requests)
+        strides = scores.stride(0), scores.stride(1)
+        if width > IN_REGISTERS:
+            bitmap, found = bitmap_of(scores, quota, window)
+            words = bitmap.shape[2]
+    block, whole = power_of_two(width, 64), bitmap is None
     _select_kernel[heads, batch](
-        scores, *rows, requests, scored, quota.pages, quota.count, table, pages, blocks,
+        scores, bitmap, found, requests, scored, quota.pages, quota.count, table, pages, blocks,
         *(words, *strides, table.stride(0), pages.stride(0), pages.stride(1), quota.sink, quota.recent),
         BLOCK=block, GROUPS=min(block if whole else MOST, power_of_two(k)), WHOLE=whole, ALL=scored == batch,
         REQUESTS=power_of_two(max(1, scored)), RANKED=ranked, LIST=LIST, MOST=MOST, PIECE=PIECE,

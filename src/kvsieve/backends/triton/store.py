@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -63,12 +64,18 @@ def write(pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> 
 
 @dataclass(frozen=True)
 class Logits:
-    """What a step attended with: raw logits [B, H, G, K * p], lse [B, H, G], and how probabilities of
-    a group become one number."""
+    """What a step attended with: raw logits [B, H, G, K * p], lse [B, H, G], and how probabilities of a group become
+    one number."""
 
     raw: torch.Tensor
     lse: torch.Tensor
     reduction: str
+
+
+@triton.jit
+def listed_tokens(listed, length, P: tl.constexpr):
+    """Tokens of so many listed pages, the last of which is the request's last."""
+    return (listed - (length + P - 1) // P) * P + length
 
 
 @triton.jit
@@ -79,7 +86,7 @@ def mass_of_pages(
     SUM: tl.constexpr,
 ):  # fmt: skip
     """Add the mass of some listed pages of one segment. A list names a page once; a state row has one request."""
-    tokens = (listed - (length + P - 1) // P) * P + length
+    tokens = listed_tokens(listed, length, P)
     place = first + tl.arange(0, PAGES)
     page = tl.load(pages + b * p_b + h * p_h + place, mask=place < listed, other=0)
     row = tl.load(rows + b * r_b + page, mask=place < listed, other=0)
@@ -104,7 +111,7 @@ def mass_of_pages(
 
 @triton.jit
 def _mass_kernel(
-    raw, lse, pages, count, lengths, rows, unit, mass, mass_sum, raw_g, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
+    raw, lse, count, lengths, pages, rows, unit, mass, mass_sum, raw_g, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
     P: tl.constexpr, GROUP: tl.constexpr, BLOCK_P: tl.constexpr, PAGES: tl.constexpr, REDUCTION: tl.constexpr,
     SUM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -123,32 +130,37 @@ def _mass_kernel(
     let_next_start(PDL)
 
 
+NO_MASS: tuple[tuple[torch.Tensor | None, ...], tuple[int, ...], dict[str, Any]] = (
+    (None,) * 5, (0,) * 7, {"GROUP": 1, "BLOCK_P": 1, "PAGES": 1, "REDUCTION": "", "SUM": False},
+)  # fmt: skip
+"""In place of :func:`mass_arguments`, for a kernel that adds none."""
+
+
+def mass_arguments(
+    pool: LayerPool, selection: Selection, mass: MassRows, group: int, reduction: str, tile: int
+) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...], dict[str, Any]]:
+    """Fields, strides (of page lists, of the table of state rows, of mass and page sums) and constants that
+    :func:`mass_of_pages` takes. ``tile``: tokens whose mass is added at a time, about; at least as many as threads."""
+    stored, sums = pool.state["mass"], pool.state.get("mass_sum")
+    block = power_of_two(pool.page_size)
+    sizes = {"GROUP": group, "BLOCK_P": block, "PAGES": max(1, tile // block)}
+    return (
+        (selection.pages, mass.table, mass.unit, stored, sums),
+        (*selection.pages.stride()[:2], mass.table.stride(0), *_row_strides(stored), *_row_strides(sums)),
+        {**sizes, "REDUCTION": reduction, "SUM": sums is not None},
+    )
+
+
 def add_mass(pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, logits: Logits) -> None:
     """Add the probabilities of the listed tokens to their stored mass."""
     batch, heads, listed = selection.pages.shape
-    sums = pool.state.get("mass_sum")
-    tile = mass_tile(pool, 512)
-    programs = -(-listed // tile["PAGES"])
+    fields, strides, constants = mass_arguments(pool, selection, mass, logits.raw.shape[2], logits.reduction, 512)
+    programs = -(-listed // constants["PAGES"])
     _mass_kernel[heads, batch, programs](
-        logits.raw, logits.lse, selection.pages, selection.count, rows.lengths_tensor, mass.table, mass.unit,
-        pool.state["mass"], sums,
-        *(logits.raw.stride(2), *mass_strides(pool, selection, mass)),
-        P=pool.page_size, GROUP=logits.raw.shape[2], REDUCTION=logits.reduction, SUM=sums is not None, **tile,
-        num_warps=2,
-        **dependent_launch(pool.device, heads * batch * programs),
+        logits.raw, logits.lse, selection.count, rows.lengths_tensor, *fields, logits.raw.stride(2), *strides,
+        P=pool.page_size, **constants,
+        num_warps=2, **dependent_launch(pool.device, heads * batch * programs),
     )  # fmt: skip
-
-
-def mass_tile(pool: LayerPool, elements: int) -> dict[str, int]:
-    """Pages whose mass is added at a time: about so many elements, at least as many as threads."""
-    block = power_of_two(pool.page_size)
-    return {"BLOCK_P": block, "PAGES": max(1, elements // block)}
-
-
-def mass_strides(pool: LayerPool, selection: Selection, mass: MassRows) -> tuple[int, ...]:
-    """Strides of the page lists (by request and head), of the state rows' table, of mass and of page sums."""
-    fields = _row_strides(pool.state["mass"]), _row_strides(pool.state.get("mass_sum"))
-    return (*selection.pages.stride()[:2], mass.table.stride(0), *fields[0], *fields[1])
 
 
 def _row_strides(field: torch.Tensor | None) -> tuple[int, int]:

@@ -81,10 +81,10 @@ class Kernel:
     """Whether it is a score's first, which may run beside the kernels that store what the call brings."""
 
     @property
-    def options(self) -> list[str]:
-        """Constants that a launch chooses, by name."""
-        spread = any(one.name == "requests_ptr" for one in self.arguments)
-        return ["REQUESTS"] * spread + ["LATE"] * self.first + ["PDL"]
+    def chosen(self) -> list[str]:
+        """Constants that each launch chooses, by name: those of :func:`~functions.place_of` and of waiting."""
+        placed = any(one.name == "requests_ptr" for one in self.arguments)
+        return ["REQUESTS"] * placed + ["LATE"] * self.first + ["PDL"]
 
     @property
     def loops(self) -> bool:
@@ -185,7 +185,7 @@ def _function(kernel: Kernel, body: list[str]) -> str:
     constants = [f"{one.name}: tl.constexpr" for one in arguments if one.source == "pages"]
     constants += ["PAGES: tl.constexpr", "HEADS: tl.constexpr"]
     constants += ["EACH: tl.constexpr", "DOT: tl.constexpr"] if kernel.loops else []
-    constants += [f"{one}: tl.constexpr" for one in kernel.options]
+    constants += [f"{one}: tl.constexpr" for one in kernel.chosen]
     parameters = "".join(f"    {one},\n" for one in [*plain, "heads", *constants])
     lines = "\n".join(one for line in body for one in broken(f"    {line}"))
     varying = [name for name in plain if name in VARYING or name.startswith("chunks_")]

@@ -77,15 +77,15 @@ class Launch:
         constants += [tile.each, dot_type(self.pool.k.dtype)] if kernel.loops else []
         dealt = self._dealt(kernel, tile, chunks)
         programs = (dealt or chunks) * (1 if kernel.wide else self.heads // tile.each)
-        options = {"REQUESTS": power_of_two(self.requests) if dealt else 0, "LATE": self.call.get("settled", False)}
-        device, when = self.pool.k.device, AT_END if "widths_ptr" in self.call else AT_ONCE
+        chosen = {"REQUESTS": power_of_two(self.requests) if dealt else 0, "LATE": self.call.get("settled", False)}
+        when = AT_ONCE if "blocks_ptr" in self.call else AT_END  # summaries let the score start
         getattr(self.built.module, kernel.name)[programs, self.requests](
             *values,
             *shared,
             self.heads,
             *constants,
-            **{name: value for name, value in options.items() if name in kernel.options},
-            **dependent_launch(device, programs * self.requests, when),
+            **{name: value for name, value in chosen.items() if name in kernel.chosen},
+            **dependent_launch(self.pool.k.device, programs * self.requests, when),
             num_warps=tile.warps,
             num_stages=tile.stages,
             # Lanes add up what each has multiplied. With products fused into sums one rounds where another does not,
@@ -94,8 +94,8 @@ class Launch:
         )
 
     def _dealt(self, kernel: Kernel, tile: Tiling, chunks: int) -> int:
-        """Chunks for each request when all are dealt out in a row; 0 where requests are about equally long."""
-        if "REQUESTS" not in kernel.options:
+        """Chunks for each request when those of all are dealt out in one row; 0 where that saves less than half."""
+        if "REQUESTS" not in kernel.chosen:
             return 0
         most = self.call["most_pages"] // tile.pages + self.requests
         share = -(-most // self.requests)
