@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 import random_flows
 from generated_world import close, make_world, run_beside_float64
 from kvsieve.backends.triton.generate import Refused, folds, generate_score, generate_summarize, program, tuning
-from kvsieve.backends.triton.generate.program import Variant
+from kvsieve.backends.triton.generate.program import Generated, Variant
 from kvsieve.backends.triton.generate.run import Launch
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.flow import Flow, build_flow, load_flow
@@ -85,6 +85,24 @@ def test_a_long_request_among_short_ones(name: str, more: int, monkeypatch: pyte
     world.window = replace(world.window, most_pages=world.window.total_pages + more)
     run_beside_float64(world, close(BOUNDS[torch.float32]))
     assert any(dealt)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "copied", "late"), [(0, False, True), (1, False, False), (0, True, False)], ids=str
+)
+def test_a_score_waits_for_queries_that_were_copied(
+    left_out: int, copied: bool, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts beside the kernel just before only where that has written nothing that it reads."""
+    seen: list[Any] = []
+    monkeypatch.setattr(Generated, "launch", lambda self, variant, requests, width, call, pool: seen.append(call))
+    graphs = trace_flow(build_flow("gqa_quest_sparse_attention"), Geometry(4, 16, 16, 3))
+    world = make_world(graphs, (3, 5, 2), 2, device=DEVICE)
+    rows = world.window.lengths[: 3 + left_out]
+    window = replace(world.window, lengths=rows, settled=True)
+    q = world.q.transpose(2, 3).contiguous().transpose(2, 3) if copied else world.q
+    generate_score(graphs).run(q, world.pool, window)
+    assert [call["settled"] for call in seen] == [late] and torch.equal(seen[0]["q_ptr"], q)
 
 
 def test_queries_of_another_dtype_than_pages() -> None:

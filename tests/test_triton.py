@@ -30,7 +30,7 @@ from kvsieve.errors import ConfigError
 from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.slots import POSITION, Trim, slot_fields, trim
-from kvsieve.plan import MassRows, Quota, Rows
+from kvsieve.plan import MassRows, Quota, Rows, Writes
 from kvsieve.window import Window
 from test_eager_grid import both_widths, compare_with_reference
 
@@ -302,6 +302,18 @@ def test_attending_again_gives_the_same_bits() -> None:
     for _ in range(5):
         again = TritonBackend().attend(world.q, world.pool, world.rows, world.selection, AttentionOptions(0.3))
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+def test_tokens_are_stored_from_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy of strided K and V, whose memory the next kernel might have while this one reads it."""
+    pool = LayerPool(3, 5, 20, 12, torch.float32, DEVICE, {}, {}, True)
+    pool.reserve(9, 0)
+    k, v = (torch.randn(3, width, 7, device=DEVICE).permute(2, 0, 1) for width in (20, 12))
+    blocks, offsets = (torch.tensor(x, device=DEVICE) for x in ([8, 2, 2, 1, 5, 5, 7], [0, 4, 1, 2, 3, 0, 4]))
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda self: pytest.fail("copied"))
+    TritonBackend().write(pool, Writes(blocks, offsets, blocks[:0], blocks[:0]), k, v)
+    assert torch.equal(pool.k[:, blocks, offsets], k.transpose(0, 1))
+    assert torch.equal(pool.v[:, blocks, offsets], v.transpose(0, 1))
 
 
 def full_slots(page: int, kept: int, with_mass: bool) -> tuple[LayerPool, Trim]:

@@ -60,8 +60,15 @@ def dependent_launch(device: torch.device, programs: int | None = None, when: in
 def wait_for_inputs(PDL: tl.constexpr, LATE: tl.constexpr = False):
     """Until the kernel before has ended and what it wrote is seen. It had itself waited for all that came before it.
 
-    ``LATE``: of what the kernel before writes nothing is read, and it was not let go before what came ahead of it had
-    ended. Then this one waits at its own end, so that those behind it find the work of both done.
+    ``LATE``: this one reads and writes nothing that the kernel before writes or reads, temporary memory included, nor
+    does the one ahead of that where the kernel before lets it go at once. What came earlier has ended: the first of the
+    two waited for it before it let anyone go. This one waits at its own end instead, so that those behind it, which
+    wait for it, find the work of all done.
+
+    A score is such a kernel. Ahead of it are the one that stores a call's tokens, which lets the next go once it has
+    waited, and perhaps the one that summarizes the pages they fill, which lets the next go at once; any kernel in
+    between is PyTorch's, which waits for all. The two touch the last page, new tokens and summaries alone, and own no
+    temporary memory; a score reads pages before the last, and the queries, unless they were copied for it.
     """
     if PDL == 3:
         tl.extra.cuda.gdc_launch_dependents()

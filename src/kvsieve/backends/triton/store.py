@@ -26,7 +26,7 @@ from kvsieve.plan import MassRows, Rows, Writes
 @triton.jit
 def _write_kernel(
     k, v, blocks, offsets, k_pool, v_pool, rows, slots, positions, position, mass,
-    k_t, k_h, v_t, v_h, kp_h, kp_b, kp_t, vp_h, vp_b, vp_t, pos_h, pos_r, mass_h, mass_r,
+    k_t, k_h, k_d, v_t, v_h, v_d, kp_h, kp_b, kp_t, vp_h, vp_b, vp_t, pos_h, pos_r, mass_h, mass_r,
     D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, MASS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """K and V of one token and head; where tokens are evicted also its position, and no mass."""
@@ -35,9 +35,9 @@ def _write_kernel(
     h = tl.program_id(1).to(tl.int64)
     block, offset = tl.load(blocks + token), tl.load(offsets + token)
     d = tl.arange(0, BLOCK)
-    key = tl.load(k + token * k_t + h * k_h + d, mask=d < D, other=0.0)
+    key = tl.load(k + token * k_t + h * k_h + d * k_d, mask=d < D, other=0.0)
     tl.store(k_pool + h * kp_h + block * kp_b + offset * kp_t + d, key, mask=d < D)
-    value = tl.load(v + token * v_t + h * v_h + d, mask=d < DV, other=0.0)
+    value = tl.load(v + token * v_t + h * v_h + d * v_d, mask=d < DV, other=0.0)
     tl.store(v_pool + h * vp_h + block * vp_b + offset * vp_t + d, value, mask=d < DV)
     if SLOTS:
         row, slot = tl.load(rows + token), tl.load(slots + token)
@@ -48,14 +48,14 @@ def _write_kernel(
 
 
 def write(pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Store k [T, H, D] and v [T, H, Dv]."""
-    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    """Store k [T, H, D] and v [T, H, Dv], as they lie: a copy's memory would be free for the next kernel's results while
+    this one still reads it, and a score does not always wait (:func:`wait_for_inputs`)."""
     rows, slots, positions = writes.slots or (None, None, None)
     position, mass = pool.state.get(POSITION), pool.state.get("mass") if writes.slots else None
     widest = max(k.shape[2], v.shape[2])
     _write_kernel[k.shape[0], k.shape[1]](
         k, v, writes.blocks, writes.offsets, pool.k, pool.v, rows, slots, positions, position, mass,
-        *(*k.stride()[:2], *v.stride()[:2], *pool.k.stride()[:3], *pool.v.stride()[:3]),
+        *(*k.stride(), *v.stride(), *pool.k.stride()[:3], *pool.v.stride()[:3]),
         *(*_row_strides(position), *_row_strides(mass)),
         D=k.shape[2], DV=v.shape[2], BLOCK=power_of_two(widest), SLOTS=rows is not None, MASS=mass is not None,
         num_warps=1, **dependent_launch(k.device, when=ONCE_WAITED),

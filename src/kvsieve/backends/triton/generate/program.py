@@ -142,6 +142,8 @@ class ScoreProgram(Generated):
         scores = torch.empty(requests, heads, window.width, dtype=torch.float32, device=q.device)
         if not requests or not window.width:
             return scores
+        # Queries that were copied, here or to leave requests out, are what the kernel just before has written.
+        settled = window.settled and q.stride(3) == 1 and requests == len(window.lengths)
         q = q if q.stride(3) == 1 else q.contiguous()
         call = {
             "q_ptr": q,
@@ -159,7 +161,7 @@ class ScoreProgram(Generated):
             "scores_ptr": scores,
             "width_bound": window.width,
             "most_pages": window.total_pages if window.most_pages is None else window.most_pages,
-            "settled": window.settled,
+            "settled": settled,
             "sink": window.sink,
             "page_size": window.page_size,
         }

@@ -40,7 +40,7 @@ class Built:
         """A tensor of the flow on a device, sent once."""
         key = f"{kernel.name}.{name}", device
         if key not in self._constants:
-            self._constants[key] = kernel.constants[name].to(device).contiguous()
+            self._constants[key] = kernel.constants[name].contiguous().to(device)
         return self._constants[key]
 
 
