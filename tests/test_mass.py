@@ -354,3 +354,28 @@ def test_queries_are_kept_until_they_count(mass: AttentionMass, kept: int, long:
     pair.extend(4)
     pair.runtime.finish([pair.request])
     assert not pair.runtime.layers[0].queries._kept
+
+
+@pytest.mark.parametrize("backend", ["eager", "compiled", "triton"])
+def test_queries_without_numbers_give_no_mass_to_what_is_not_there(backend: str) -> None:
+    """Nor to the room that the next token takes, nor to pages that a shorter list only seems to name."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    torch.manual_seed(0)
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    runtime = Runtime(Everything(AttentionMass(seed="none")), Budget(0, 0, 2), page_size=5, backend=backend)
+    requests = [runtime.admit(), runtime.admit()]
+
+    def draw(tokens: int) -> list[torch.Tensor]:
+        return [torch.randn(tokens, heads, 20, device=device) for heads in (6, 2, 2)]
+
+    runtime.extend(requests, [33, 3]).attend(0, *draw(36))
+    q, k, v = draw(2)
+    runtime.step(requests).attend(0, torch.full_like(q, torch.nan), k, v)
+    mass = runtime.layers[0].pool.state["mass"].cpu()
+    for request, length in zip(requests, (34, 4), strict=True):
+        stored = mass[:, runtime.tables[request].rows].flatten(1)
+        listed = (torch.arange(stored.shape[1]) // 5 >= stored.shape[1] // 5 - 2) & (
+            torch.arange(stored.shape[1]) < length
+        )
+        assert stored[:, listed].isnan().all() and (stored[:, ~listed] == 0).all()

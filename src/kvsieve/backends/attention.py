@@ -51,7 +51,8 @@ def attend_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """q [N, G, D], k [N, T, D], v [N, T, Dv], mask [N, T] -> out [N, G, Dv] in q's dtype, lse [N, G] float32.
 
-    With ``options.mass`` also the probabilities, reduced over the group [N, T].
+    With ``options.mass`` also the probabilities, reduced over the group [N, T]; 0 for masked tokens, whose logits would
+    else be NaN where a segment's lse is.
 
     Masked tokens may hold anything, NaN included. ``N`` is head-major; sink logits [H, G] repeat over requests.
     """
@@ -63,7 +64,7 @@ def attend_tokens(
         lse = torch.logaddexp(lse, options.sinks.float().repeat_interleave(q.shape[0] // options.sinks.shape[0], 0))
     probabilities = torch.exp(logits - lse[..., None])
     values = torch.where(mask[..., None], v.float(), 0.0)
-    mass = None if options.mass is None else options.mass.reduce(probabilities, 1)
+    mass = None if options.mass is None else torch.where(mask, options.mass.reduce(probabilities, 1), 0.0)
     return torch.matmul(probabilities, values).to(q.dtype), lse, mass
 
 
