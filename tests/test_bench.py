@@ -113,6 +113,18 @@ def test_dense_forms_attend_what_the_runtime_stores() -> None:
         assert error < 1e-5, name
 
 
+@pytest.mark.parametrize(
+    ("name", "context", "length"),
+    [("gqa_quest_sparse_attention", 47, 43), ("gqa_quest_sparse_attention", 3, 1), ("h2o", 47, 47)],
+)
+def test_steps_ahead_of_a_measured_one_begin_within_the_context(name: str, context: int, length: int) -> None:
+    """Half a page and two steps below it, or with one token; state stays."""
+    stack = Stack(build_flow(name), SMALL, context)
+    stack.step_back(2)
+    assert [stack.runtime.length(request) for request in stack.requests] == [length] * 2
+    stack.step()
+
+
 @pytest.mark.parametrize("stage", ["score", "select", "attend"])
 def test_no_time_for_a_wrong_step(stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     original: Any = getattr(EagerBackend, stage)

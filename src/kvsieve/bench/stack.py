@@ -82,9 +82,10 @@ class Stack:
             self.runtime.crop(self.requests, [(pages - 1) * p] * len(self.requests))
 
     def step_back(self, steps: int) -> None:
-        """Forget tokens, so that so many steps lead to half a page below the context; state cannot be undone."""
+        """Forget tokens, so that so many steps lead to half a page below the context; all but one where it has no more
+        of them. State cannot be undone."""
         if not self.runtime.tables.stateful:
-            tokens = self.context - self.runtime.page_size // 2 - steps
+            tokens = max(1, self.context - self.runtime.page_size // 2 - steps)
             self.runtime.crop(self.requests, [tokens] * len(self.requests))
 
     def step(self) -> list[Attended]:

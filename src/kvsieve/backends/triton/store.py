@@ -48,8 +48,11 @@ def _write_kernel(
 
 
 def write(pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Store k [T, H, D] and v [T, H, Dv], as they lie: a copy's memory would be free for the next kernel's results while
-    this one still reads it, and a score does not always wait (:func:`wait_for_inputs`)."""
+    """Store k [T, H, D] and v [T, H, Dv], as they lie.
+
+    A copy's memory would be free for the results of the next kernel while this one still reads it: a score does not
+    always wait (:func:`wait_for_inputs`).
+    """
     rows, slots, positions = writes.slots or (None, None, None)
     position, mass = pool.state.get(POSITION), pool.state.get("mass") if writes.slots else None
     widest = max(k.shape[2], v.shape[2])
