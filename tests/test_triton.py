@@ -31,6 +31,7 @@ from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.slots import POSITION, Trim, slot_fields, trim
 from kvsieve.plan import MassRows, Quota, Rows, Writes
+from kvsieve.retention import Evict
 from kvsieve.window import Window
 from test_eager_grid import both_widths, compare_with_reference
 
@@ -365,6 +366,30 @@ def test_eviction_of_one_token(page: int, kept: int, with_mass: bool) -> None:
     assert all(same_slots(got, want, one) for got, want in zip(mine, fields, strict=True))
 
 
+def test_evicting_steps_equal_those_of_the_eager_backend() -> None:
+    """From under capacity to long beyond: new tokens enter slots that others have left, with no mass and a position."""
+    torch.manual_seed(7)
+    runtimes = [Runtime("h2o", page_size=5, backend=name, retention=Evict(13, 2, 3)) for name in ("triton", "eager")]
+    requests = [[runtime.admit() for _ in range(3)] for runtime in runtimes]
+    for step in range(16):
+        counts = [12, 3, 9] if not step else [1] * 3
+        new = [torch.randn(sum(counts), heads, width, device=DEVICE) for heads, width in ((6, 20), (2, 20), (2, 12))]
+        calls = [
+            runtime.step(mine) if step else runtime.extend(mine, counts)
+            for runtime, mine in zip(runtimes, requests, strict=True)
+        ]
+        got, want = (call.attend(0, *new).out for call in calls)
+        assert torch.allclose(got, want, rtol=1e-4, atol=1e-5), step
+    for mine, other in zip(*requests, strict=True):
+        rows = [runtime.tables[one].rows for runtime, one in zip(runtimes, (mine, other), strict=True)]
+        for name in (POSITION, "mass"):
+            got, want = (
+                runtime.layers[0].pool.state[name][:, row].flatten(1)[:, :13]
+                for runtime, row in zip(runtimes, rows, strict=True)
+            )
+            assert torch.allclose(got, want, rtol=1e-4, atol=1e-5), name
+
+
 @pytest.mark.parametrize("reduction", ["sum", "mean", "max"])
 @pytest.mark.parametrize(("decay", "first", "rows"), [(1.0, 0, 97), (0.9, 31, 70), (0.5, 40, 1), (0.0, 9, 12)])
 def test_prompt_mass(decay: float, first: int, rows: int, reduction: str) -> None:
@@ -385,6 +410,8 @@ def test_prompt_mass(decay: float, first: int, rows: int, reduction: str) -> Non
     [
         ("gqa_quest_sparse_attention", 5, 7, 20),
         ("gqa_h2o_token_sparse_attention", 1, 3, 20),
+        ("h2o", 1, 7, 20),
+        pytest.param("h2o", 5, 3, 20, marks=pytest.mark.slow),
         pytest.param("block_sparse_attention", 33, 7, 80, marks=pytest.mark.slow),
         pytest.param("gqa_block_sparse_attention", 5, 3, 20, marks=pytest.mark.slow),
         pytest.param("streaming_llm", 5, 24, 80, marks=pytest.mark.slow),

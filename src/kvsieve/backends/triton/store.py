@@ -34,7 +34,7 @@ def _write_kernel(
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1).to(tl.int64)
     block, offset = tl.load(blocks + token), tl.load(offsets + token)
-    d = tl.arange(0, BLOCK)
+    d = tl.arange(0, BLOCK).to(tl.int64)  # features may lie far apart
     key = tl.load(k + token * k_t + h * k_h + d * k_d, mask=d < D, other=0.0)
     tl.store(k_pool + h * kp_h + block * kp_b + offset * kp_t + d, key, mask=d < D)
     value = tl.load(v + token * v_t + h * v_h + d * v_d, mask=d < DV, other=0.0)
