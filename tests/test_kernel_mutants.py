@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,6 +60,46 @@ def selects_in_long_windows(module: ModuleType) -> bool:
         got, want = (one(scores.to(world.DEVICE), quota, 1) for one in (module.select, select_pages))
         right &= torch.equal(got.pages, want.pages)
     return right
+
+
+def selects_in_small_batches(module: ModuleType) -> bool:
+    """Few programs: they read the blocks of a window while its scores come."""
+    quota = world.quota_of([300], 20, [0])
+    assert quota.table is not None
+    scores = torch.randn(1, 2, 300, device=world.DEVICE)
+    got, want = (one(scores, quota, 2) for one in (module.select, select_pages))
+    return torch.equal(got.pages, want.pages) and torch.equal(got.blocks(quota.table), want.blocks(quota.table))
+
+
+def adds_mass(module: ModuleType) -> bool:
+    """A program that attends a whole list adds its mass; all requests but one in their units of before."""
+    one = world.World(world.LENGTHS, 5, 3, 3, (20, 20), torch.float32)
+    rows = MassRows(one.rows.table, torch.rand(len(world.LENGTHS), device=world.DEVICE) + 0.5, {2: 0.5})
+    options = AttentionOptions(0.3, mass=AttentionMass(group="max"))
+    _, _, increment = attend_selected(one.q, one.pool, one.rows, one.selection, options)
+    state, results, usual = one.pool.state, [], module.shape_for
+    module.shape_for = lambda *_: module.Shape(16, 4, 2, 32, 1)
+    own = replace(options, mass_rows=rows)
+    for run in (
+        lambda: module.attend(one.q, one.pool, one.rows, one.selection, own),
+        lambda: EagerBackend().add_mass(one.pool, one.rows, rows, one.selection, increment),
+    ):
+        for name in ("mass", "mass_sum"):
+            state[name].fill_(0.25)
+        run()
+        results.append([state[name].clone() for name in ("mass", "mass_sum")])
+    module.shape_for = usual
+    return all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in zip(*results, strict=True))
+
+
+def adds_mass_in_tiles(module: ModuleType) -> bool:
+    """As above, a page at a time."""
+    usual = module.mass_tile
+    module.mass_tile = lambda pool, elements: usual(pool, 8)
+    try:
+        return adds_mass(module)
+    finally:
+        module.mass_tile = usual
 
 
 def attends(module: ModuleType) -> bool:
@@ -169,6 +209,9 @@ MUTANTS = [
            "tl.load(table + page, mask=chosen", selects),
     Mutant("recent pages are the first ones", select, "one + total - sink - recent", "one - sink + 0 * recent",
            selects),
+    Mutant("blocks read ahead are those of the window's places", select, "tl.load(table + sink + page, mask=there",
+           "tl.load(table + page, mask=there", selects_in_small_batches),
+    Mutant("the search begins a bit too low", ranking, ">> 23) - 127", ">> 23) - 128", selects, select),
     Mutant("a request reads the scores of the next", longrow, "< b).to(tl.int64), 0)", "<= b).to(tl.int64), 0)",
            selects, select),
     Mutant("a word of the bitmap is lost", longrow, "mask=word * 32 < width", "mask=word * 32 < width - 64",
@@ -196,6 +239,9 @@ MUTANTS = [
     Mutant("mass is stored in one request's unit", store, "tl.load(unit + b)", "tl.load(unit)", stores_mass),
     Mutant("the page sum forgets what it was", store, "tl.load(at_sum, mask=place < listed, other=0.0) + tl.sum",
            "0.0 * tl.load(at_sum, mask=place < listed, other=0.0) + tl.sum", stores_mass),
+    Mutant("attend adds the mass and rebases nothing", attend, "Backend.rebase(pool, rows, fused)", "pass", adds_mass),
+    Mutant("attend leaves out the mass of the last page", attend, "range(0, listed, PAGES)", "range(0, listed - 1, PAGES)",
+           adds_mass_in_tiles),
     Mutant("the younger token stays at equal mass", evict, "rank = 2147483647 - where", "rank = where", evicts),
     Mutant("sinks may go", evict, "(where < sink) | ", "", evicts),
     Mutant("V stays behind when a token moves", evict, "to_block * v_b + to_place * v_t + d, value",
