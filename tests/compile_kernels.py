@@ -8,10 +8,15 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from kvsieve.backends.triton import attend, evict, longrow, seed, select, store
+from kvsieve.backends.triton.generate import generate_score
+from kvsieve.backends.triton.generate.program import Variant
+from kvsieve.flow import build_flow
+from kvsieve.graph import Geometry, trace_flow
 
 TARGET = GPUTarget("cuda", 90, 32)
 FLOATS = {"q", "k", "v", "out", "k_pool", "v_pool"}
@@ -20,6 +25,8 @@ LONGS = {"blocks", "count", "lengths", "rows", "pages", "table", "requests", "pa
          "bounds", "offsets", "slots", "positions", "position"}  # fmt: skip
 INTS = {"bitmap", "found"}
 NUMBERS = {"scale", "softcap"}
+POINTERS = {"q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "k_max_ptr": "*bf16", "k_min_ptr": "*bf16"}
+POINTERS |= {f"{name}_ptr": "*i64" for name in ("requests", "table", "row_table", "widths", "lengths")}
 KINDS = (FLOATS, "*{}"), (SINGLES, "*fp32"), (LONGS, "*i64"), (INTS, "*i32"), (NUMBERS, "fp32")
 
 
@@ -88,9 +95,40 @@ def cases() -> list[tuple[str, Any, dict[str, Any], int, str]]:
     return made
 
 
+def generated() -> list[tuple[str, ASTSource, int]]:
+    """Score kernels of shipped flows: (what, source, warps), for chunks dealt out and not, waiting at once or late."""
+    made = []
+    for flow in ("gqa_quest_sparse_attention", "h2o", "block_sparse_attention"):
+        built = generate_score(trace_flow(build_flow(flow), Geometry(1, 80, 48, 3))).built(Variant(2))
+        for kernel, tile in zip(built.kernels, built.tilings, strict=True):
+            for requests, late, pdl in ((0, False, 1), (8, True, 1), (64, True, 2)):
+                choices = {"PAGES": tile.pages, "HEADS": 2, "EACH": tile.each, "DOT": tl.bfloat16, "PDL": pdl}
+                choices |= {"REQUESTS": requests, "LATE": late}
+                choices |= {
+                    one.name: built.tilings[int(one.key)].pages for one in kernel.arguments if one.source == "pages"
+                }
+                function = getattr(built.module, kernel.name)
+                types = {one.name: POINTERS.get(one.name, "*fp32" if one.name.endswith("_ptr") else "i32")
+                         for one in kernel.arguments}  # fmt: skip
+                types = {
+                    name: "constexpr" if name in choices else types.get(name, "i32") for name in function.arg_names
+                }
+                own = {name: value for name, value in choices.items() if name in function.arg_names}
+                source = ASTSource(function, signature=types, constexprs=own)
+                made.append((f"{kernel.name} {requests}", source, tile.warps))
+    return made
+
+
 def main() -> int:
     """Compile all; the number that failed."""
     failed = 0
+    scores = generated()
+    for name, source, warps in scores:
+        try:
+            compile(source, target=TARGET, options={"num_warps": warps, "enable_fp_fusion": False})
+        except Exception as error:  # whatever the compiler raises
+            failed += 1
+            print(f"{name}: {type(error).__name__}: {error}"[:2000])
     for name, kernel, constants, warps, dtype in cases():
         types = signature(kernel, constants, dtype)
         if name.startswith("select"):
@@ -104,7 +142,7 @@ def main() -> int:
         except Exception as error:  # whatever the compiler raises
             failed += 1
             print(f"{name}: {type(error).__name__}: {error}"[:2000])
-    print(f"{len(cases())} kernels, {failed} failed")
+    print(f"{len(cases())} kernels and {len(scores)} generated ones, {failed} failed")
     return failed
 
 
