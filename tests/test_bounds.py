@@ -146,3 +146,23 @@ def test_a_bound_for_tensor_cores_holds_what_they_cut_off(width: int) -> None:
     error = (computed - exact["scores"]).abs()
     assert 0.1 < float((error / bound["scores"]).max()) <= 1
     assert float((error / rounding["scores"]).max()) > 1
+
+
+class MadeOnTheWay(Flow):
+    """Multiplies by a matrix that it makes, and by a share of what it counts."""
+
+    def score(self, q: torch.Tensor, pages: Any) -> torch.Tensor:
+        ones = torch.ones(q.shape[-1], 3)
+        counted = (pages["k"] > 0).sum((1, 2)) / 3
+        return (pages["k"].sum(1) @ ones).sum(-1) * counted
+
+
+def test_what_a_graph_makes_is_as_exact_as_what_it_is_given() -> None:
+    graphs = trace_flow(MadeOnTheWay(), Geometry(4, 20, 20, 3))
+    assert graphs.score is not None
+    inputs = {"q": torch.randn(3, 20, dtype=F64), "k": torch.randn(9, 4, 20, dtype=F64)}
+    exact, bound = graph_spread(graphs.score, inputs, tensor_cores=True)
+    k = inputs["k"]
+    wanted = 3 * k.sum((1, 2)) * ((k > 0).sum((1, 2)).to(F64) / 3)
+    assert torch.allclose(exact["scores"], wanted, rtol=1e-13, atol=1e-13)
+    assert bool((bound["scores"] > 0).all()) and bool(bound["scores"].isfinite().all())

@@ -166,7 +166,7 @@ def run_graph(
     values: dict[fx.Node, Any] = {node: inputs[name] for name, node in graph.trace.inputs.items() if name in inputs}
     for node, constant in graph.trace.constants.items():
         values[node] = constant.to(F64) if constant.is_floating_point() else constant
-    with default_dtype(torch.float32):  # as when it was traced
+    with default_dtype(F64):  # what the graph makes, and what it promotes integers to, is exact like all else
         for node in graph.nodes:
             if node.op == "call_function":
                 values[node] = _run_node(node, values, arithmetic)
