@@ -201,6 +201,15 @@ def test_each_request_may_have_its_own_length() -> None:
         pair.graph.step()
 
 
+def test_a_graph_has_room_for_all_pages_that_its_steps_will_score() -> None:
+    """Of each request as many as it may have at its own length: a launch deals out no more chunks of pages."""
+    pair = Pair("gqa_quest_sparse_attention", [70, 3, 12], evict=False, until=[150, 12, 31])
+    plan = pair.runtimes[1].step(pair.requests[1]).plan_in(pair.graph._memory)
+    window = plan.quota(Budget(3, 1, 2, 0.2), True, False).window
+    assert window is not None and window.settled and window.width == 30 - 3
+    assert (window.total_pages, window.most_pages) == (15 - 3, 30 - 3 + 0 + 7 - 3)
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [
