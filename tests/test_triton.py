@@ -297,6 +297,23 @@ def _expect_one_rounding(out: torch.Tensor, world: World, options: AttentionOpti
     assert within_one_rounding(out, exact)
 
 
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_tiles_of_infinite_keys(splits: int, all_of_them: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of probability 0 come first; where there are no others, the output is no number."""
+    world = World([160, 155, 400], 16, 2, 3, (20, 12), torch.float32)
+    world.q[..., 0] = 1
+    for request, count in enumerate(world.selection.count.tolist()):
+        listed = world.selection.pages[request, 0, : count if all_of_them else 3]
+        world.pool.k[0, world.rows.table[request, listed], :, 0] = -math.inf
+    chunk = 80 // splits
+    monkeypatch.setattr(attend, "shape_for", lambda *_: attend.Shape(16, 4, 2, chunk, splits))
+    out, lse, _ = TritonBackend().attend(world.q, world.pool, world.rows, world.selection, AttentionOptions(0.3))
+    want_out, want_lse, _ = attend_selected(world.q, world.pool, world.rows, world.selection, AttentionOptions(0.3))
+    assert torch.allclose(out, want_out, rtol=1e-5, atol=2e-6, equal_nan=True)
+    assert torch.allclose(lse, want_lse, rtol=1e-5, atol=2e-6) and bool(out.isnan().any()) == all_of_them
+
+
 def test_attending_again_gives_the_same_bits() -> None:
     world = World(LENGTHS, 5, 3, 3, (20, 20), torch.float32)
     first = TritonBackend().attend(world.q, world.pool, world.rows, world.selection, AttentionOptions(0.3))

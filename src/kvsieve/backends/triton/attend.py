@@ -99,8 +99,9 @@ def _attend_kernel(
                     mask=(row < group)[:, None] & there[None, :],
                 )
             now = tl.maximum(highest, tl.max(logits, 1))
-            p = exp(logits - now[:, None])
-            fade = exp(highest - now)
+            base = tl.where(now == float("-inf"), 0.0, now)  # of keys that are infinite
+            p = exp(logits - base[:, None])
+            fade = exp(highest - base)
             highest = now
             total = total * fade + tl.sum(p, 1)
             acc = acc * fade[:, None]
@@ -164,7 +165,7 @@ def _deliver(
             tl.store(part_lse + base, highest + tl.log(total), mask=present)
             tl.store(
                 part + base[:, None] * DV + dv[None, :],
-                acc / total[:, None],
+                acc / tl.where(total == 0.0, 1.0, total)[:, None],
                 mask=present[:, None] & (dv < DV)[None, :],
             )
     else:
@@ -212,14 +213,15 @@ def _merge(
     row = tl.arange(0, GROUP)
     real = row < group
     one = tl.arange(0, SPLITS)
-    base = segment * splits * group + row
+    first = segment * splits * group + row
     there = (one < used)[:, None] & real[None, :]
-    at = base[None, :] + one[:, None] * group
+    at = first[None, :] + one[:, None] * group
     each = tl.load(part_lse + at, mask=there, other=float("-inf"))
     if PART == SPLITS:  # all parts on their way before the first is needed
         values = _parts(part, at, there, dv, DV)
     highest = tl.where(real, tl.max(each, 0), 0.0)
-    weight = exp(each - highest[None, :])
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    weight = exp(each - base[None, :])
     total = tl.sum(weight, 0)
     if PART == SPLITS:
         acc = tl.sum(values * weight[:, :, None], 0)
@@ -228,9 +230,9 @@ def _merge(
         for start in range(0, used, PART):
             some = start + tl.arange(0, PART)
             held = (some < used)[:, None] & real[None, :]
-            here = base[None, :] + some[:, None] * group
+            here = first[None, :] + some[:, None] * group
             found = tl.load(part_lse + here, mask=held, other=float("-inf"))
-            acc += tl.sum(_parts(part, here, held, dv, DV) * exp(found - highest[None, :])[:, :, None], 0)
+            acc += tl.sum(_parts(part, here, held, dv, DV) * exp(found - base[None, :])[:, :, None], 0)
     _finish(acc, highest, total, sinks, out, lse, h, segment, group, row, dv, real, DV, SINKS)
 
 
