@@ -94,12 +94,12 @@ def adds_mass(module: ModuleType) -> bool:
 
 def adds_mass_in_tiles(module: ModuleType) -> bool:
     """As above, a page at a time."""
-    usual = module.mass_tile
-    module.mass_tile = lambda pool, elements: usual(pool, 8)
+    usual = module.mass_arguments
+    module.mass_arguments = lambda *given: usual(*given[:-1], 8)
     try:
         return adds_mass(module)
     finally:
-        module.mass_tile = usual
+        module.mass_arguments = usual
 
 
 def attends(module: ModuleType) -> bool:
@@ -239,7 +239,7 @@ MUTANTS = [
     Mutant("mass is stored in one request's unit", store, "tl.load(unit + b)", "tl.load(unit)", stores_mass),
     Mutant("the page sum forgets what it was", store, "tl.load(at_sum, mask=place < listed, other=0.0) + tl.sum",
            "0.0 * tl.load(at_sum, mask=place < listed, other=0.0) + tl.sum", stores_mass),
-    Mutant("attend adds the mass and rebases nothing", attend, "Backend.rebase(pool, rows, fused)", "pass", adds_mass),
+    Mutant("attend adds the mass and rebases nothing", attend, "Backend.rebase(pool, rows, added)", "pass", adds_mass),
     Mutant("attend leaves out the mass of the last page", attend, "range(0, listed, PAGES)",
            "range(0, listed - 1, PAGES)", adds_mass_in_tiles),
     Mutant("the younger token stays at equal mass", evict, "rank = 2147483647 - where", "rank = where", evicts),
