@@ -237,3 +237,12 @@ def test_float64_seeding_is_the_definition() -> None:
 def test_seeding_refuses_what_it_would_ignore(capsys) -> None:
     assert run(["bench", "--seeding", "--flow", "h2o"]) == 2
     assert "expected neither --flow nor --plot" in capsys.readouterr().err
+
+
+def test_a_request_of_a_single_page_is_rewound_to_a_token() -> None:
+    setting = Setting(query_heads=2, kv_heads=1, head_dim=8, page_size=4, budget=Budget(0, 1, 2), layers=1)
+    stack = Stack(build_flow("block_sparse_attention"), setting, 3)
+    for _ in range(6):
+        stack.step()
+        stack.rewind()
+    assert stack.runtime.length(stack.requests[0]) in range(1, 4)

@@ -270,3 +270,24 @@ def test_plots_of_a_kind_that_is_not_drawn_are_refused_before_the_work(monkeypat
 def test_missing_folders_of_a_report_are_no_fault_and_nothing_is_made_early(tmp_path):
     check_output(tmp_path / "new" / "folder" / "x.html", "--report", makes_folder=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_verify_refuses_a_backend_without_its_device(capsys, monkeypatch):
+    """No verdict on the flow: nothing of it was run."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("kvsieve.backends.triton.backend.INTERPRETED", False)
+    assert run("verify", "block_sparse_attention", "--backend", "triton") == 2
+    streams = capsys.readouterr()
+    assert not streams.out and "backend triton: expected tensors on a CUDA device, received cpu" in streams.err
+
+
+def test_a_folder_that_takes_no_files_is_refused_at_once():
+    if not Path("/proc/self").is_dir():
+        pytest.skip("no such folder here")
+    with pytest.raises(ConfigError, match=r"--json /proc/nope.json: expected a file to write to"):
+        check_output(Path("/proc/nope.json"), "--json")
+
+
+@pytest.mark.parametrize(("text", "value"), [("[0, 200]", [0, 200]), ("[0.5]", [0.5]), ("[x", "[x"), ("[]", [])])
+def test_flow_arguments_may_be_lists(text, value):
+    assert parse_flow_arguments([f"channels={text}"]) == {"channels": value}

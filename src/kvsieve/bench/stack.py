@@ -79,7 +79,7 @@ class Stack:
             self.requests = [self.runtime.fork(request) for request in self.origin]
         elif self.runtime.length(self.requests[0]) % p == 0:
             pages = -(-self.context // p)
-            self.runtime.crop(self.requests, [(pages - 1) * p] * len(self.requests))
+            self.runtime.crop(self.requests, [max(1, (pages - 1) * p)] * len(self.requests))
 
     def step_back(self, steps: int) -> None:
         """Forget tokens, so that so many steps lead to half a page below the context; all but one where it has no more

@@ -13,7 +13,7 @@ FAILED = 1
 
 def doctor_command(
     url: str | None = typer.Option(None, help="a running server, such as http://localhost:8000"),
-    as_json: bool = typer.Option(False, "--json", help="print one JSON object"),
+    as_json: bool = typer.Option(False, "--json", help="print a JSON array, an object per check"),
 ) -> int:
     """Check the vLLM plug-in, and with --url that a server decodes sparsely. Exit code 1 if something is missing."""
     findings = examine()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from kvsieve.errors import ConfigError
@@ -25,8 +26,17 @@ def check_output(path: Path | None, option: str, *, makes_folder: bool = False) 
         folder = folder.parent
     if not folder.is_dir():
         raise ConfigError(f"{option} {path}: expected a file in a directory that exists; make {folder} first")
-    if not os.access(path if path.exists() else folder, os.W_OK):
+    if not (os.access(path, os.W_OK) if path.exists() else _takes_files(folder)):
         raise ConfigError(f"{option} {path}: expected a file to write to, received one without permission for it")
+
+
+def _takes_files(folder: Path) -> bool:
+    """Whether a file can be made in a directory: permissions alone do not say so of every file system."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def check_plot(path: Path | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,8 @@ RETENTIONS = ("keep", "evict")
 
 
 def parse_flow_arguments(pairs: Sequence[str]) -> dict[str, Any]:
-    """``["w_peak=0.5", "name=x"] -> {"w_peak": 0.5, "name": "x"}``; values are int, float, bool, None or text.
+    """``["w_peak=0.5", "name=x"] -> {"w_peak": 0.5, "name": "x"}``; values are int, float, bool, None, a list as in
+    JSON, or text.
 
     Raises:
         ConfigError: a pair is not ``key=value``, or a key comes twice.
@@ -38,9 +40,14 @@ def parse_flow_arguments(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """A value as int, float, bool or None if it reads as one, otherwise as text."""
+    """A value as int, float, bool, None or a JSON list if it reads as one, otherwise as text."""
     if text.lower() in CONSTANTS:
         return CONSTANTS[text.lower()]
+    if text.startswith("["):
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
     for kind in (int, float):
         try:
             return kind(text)

@@ -7,11 +7,12 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from kvsieve.backends import backend_names
+from kvsieve.backends import backend_names, get_backend
 from kvsieve.cli.accumulator import accumulator_command, accumulator_options
 from kvsieve.cli.mutants import run_mutants
 from kvsieve.cli.options import check_device, parse_flow_arguments
@@ -60,6 +61,7 @@ def verify_command(
     if backend not in backend_names():
         raise UnknownName("backend", backend, backend_names())
     check_device(device)
+    get_backend(backend).check_device(torch.device(device))
     if programs and (flow_arg or everything):
         raise ConfigError("--fuzz takes registered flows with their default arguments: drop --flow-arg and --all")
     if mutants:
