@@ -104,7 +104,7 @@ class Generated:
     def launch(self, variant: Variant, requests: int, width: int, call: Mapping[str, Any], pool: LayerPool) -> None:
         """Run all stages. ``call``: inputs by argument name."""
         built = self.built(variant)
-        tilings = kept_tilings(built, variant.heads, pool.device, requests * width) or built.tilings
+        tilings = kept_tilings(built, variant.heads, pool.k.device, requests * width) or built.tilings
         chunks = [-(-width // one.pages) for one in tilings]
         running = Launch(built, tilings, variant.heads, requests, call, pool, chunks)
         for one in self.scratch.values():
