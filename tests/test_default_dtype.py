@@ -81,7 +81,8 @@ def life(
 def _tensors(attended: Any) -> dict[str, torch.Tensor]:
     found = {"out": attended.out, "lse": attended.lse, "scores": attended.scores}
     if attended.selection is not None:
-        found |= {"pages": attended.selection.pages, "count": attended.selection.count}
+        chosen = attended.selection
+        found |= {"pages": torch.where(chosen.listed(), chosen.pages, -1), "count": chosen.count}
     return {name: value for name, value in found.items() if value is not None}
 
 

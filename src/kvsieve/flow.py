@@ -194,7 +194,9 @@ def instantiate(cls: type[Flow], arguments: Mapping[str, Any]) -> Flow:
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        raise ConfigError(f"{flow}: {error}; its arguments are {shown_parameters(signature)}") from None
+        raise ConfigError(
+            f"{flow}: {error}; its arguments are {shown_parameters(signature)}; in a command: --flow-arg NAME=VALUE"
+        ) from None
     for key, value in arguments.items():
         if isinstance(value, float) and math.isnan(value):
             raise ConfigError(f"{flow}: {key}: expected a number, received NaN")

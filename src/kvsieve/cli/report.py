@@ -70,6 +70,10 @@ def print_report(result: Comparison) -> None:
     if result.dense is not None:
         console.print(Text(parting_words(result)))
     console.print(measurements(result))
+    if result.setting.get("backend") == "eager":
+        console.print(
+            Text("Backend eager is PyTorch ops, for checking: compare the bytes. For speed: --backend compiled.")
+        )
     read = result.sparse.step_bytes
     if read is not None and read.kv == read.dense:
         limit, option = ("capacity",) * 2 if isinstance(result.limit, Evict) else ("budget", "budget-tokens")
