@@ -16,6 +16,10 @@ from kvsieve.backends import get_backend
 from kvsieve.backends.triton.generate import autotune, generate_score, generate_summarize
 from kvsieve.backends.triton.generate.program import ScoreProgram
 from kvsieve.backends.triton.launch import INTERPRETED
+from kvsieve.bench import Setting
+from kvsieve.bench.gpu import GraphClock, tune_kernels
+from kvsieve.bench.stack import Stack
+from kvsieve.budget import Budget
 from kvsieve.cli.app import main
 from kvsieve.errors import ConfigError
 from kvsieve.flow import Flow, build_flow
@@ -101,7 +105,8 @@ def test_the_fastest_is_kept_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = autotune.kept_tilings(built, 2, where, total)
     assert kept is not None and kept[0].pages == 2 * pages
     assert autotune.kept_tilings(built, 2, where, 16 * total) is None
-    assert autotune.kept_tilings(built, 1, where, total) in (None, kept)  # heads are in the file's key, not in memory
+    _, other = prepared(build_flow("block_sparse_attention"), 5)
+    assert autotune.kept_tilings(other.built(other._variant(world.q, world.pool)), 1, where, total) is None
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"a": 3}', '{"a": [[1, "x"]]}'])
@@ -113,6 +118,68 @@ def test_a_file_that_holds_something_else_is_ignored_and_replaced(text: str) -> 
     program.tune(world.q, world.pool, world.window, lambda: 1.0)
     assert [len(rows) for rows in json.loads(path.read_text()).values()] == [1]
     assert [one.name for one in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("rows", [[[8, 4, 2]], [[0, 4, 2, 1]], [[9, 4, 2, 1]], [[8, 4, 2, 1]] * 2, []])
+def test_what_is_no_tiling_of_the_kernels_is_ignored(rows: list[list[int]]) -> None:
+    world, program = prepared(build_flow("block_sparse_attention"), 5)
+    program.tune(world.q, world.pool, world.window, lambda: 1.0)
+    path = autotune._path()
+    path.write_text(json.dumps(dict.fromkeys(json.loads(path.read_text()), rows)))
+    autotune._stored.cache_clear()
+    world, fresh = prepared(build_flow("block_sparse_attention"), 5)
+    assert torch.equal(scored(world, fresh)(), scored(world, program)())
+    (built,) = (one for one in fresh._built.values() if one.tuned)
+    assert list(built.tuned.values()) == [None]
+
+
+def test_what_others_kept_meanwhile_stays() -> None:
+    world, program = prepared(build_flow("block_sparse_attention"), 5)
+    program.tune(world.q, world.pool, world.window, lambda: 1.0)
+    path = autotune._path()
+    path.write_text(json.dumps({**json.loads(path.read_text()), "theirs": [[8, 4, 2, 1]]}))
+    program.tune(world.q, world.pool, world.window, lambda: 1.0)
+    assert len(json.loads(path.read_text())) == 2
+
+
+def test_a_trial_that_breaks_off_leaves_the_best_so_far() -> None:
+    world, program = prepared(build_flow("block_sparse_attention"), 5)
+    times = iter([1.0, 2.0])
+    with pytest.raises(StopIteration):
+        program.tune(world.q, world.pool, world.window, lambda: next(times))
+    (built,) = (one for one in program._built.values() if one.tuned)
+    assert list(built.tuned.values()) == [tuple(built.tilings)] and not autotune._path().exists()
+
+
+def test_a_cache_that_cannot_be_written_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(autotune, "_path", lambda: tmp_path / "file" / autotune.FILE)
+    world, program = prepared(build_flow("block_sparse_attention"), 5)
+    with pytest.raises(ConfigError, match=r"expected a cache that can be written.*set KVSIEVE_CACHE"):
+        program.tune(world.q, world.pool, world.window, lambda: 1.0)
+
+
+def test_bench_times_the_phases_that_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tilings that do not fit are passed over, other errors are not; a phase that a step lacks is left out."""
+    setting = Setting(backend="triton", device=DEVICE, query_heads=2, kv_heads=1, head_dim=16, page_size=4,
+                      budget=Budget(2, 1, 1), dtype=torch.float32, layers=1)  # fmt: skip
+    calls: list[float] = []
+
+    def chain(clock: GraphClock, run: Callable[[int], object]) -> tuple[float, float]:
+        run(0)
+        calls.append(1 / (1 + len(calls)))
+        if len(calls) == 2:
+            raise RuntimeError("out of resource: shared memory")
+        return calls[-1], calls[-1]
+
+    monkeypatch.setattr(GraphClock, "chain", chain)
+    stack = Stack(build_flow("block_sparse_attention"), setting, 40)
+    assert [one.phase for one in tune_kernels(stack)] == ["summarize", "score"] and len(calls) > 10
+    short = Stack(build_flow("block_sparse_attention"), setting, 7)
+    assert "summarize" not in short.phases() and tune_kernels(short) == ()
+    monkeypatch.setattr(GraphClock, "chain", lambda clock, run: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        tune_kernels(stack)
 
 
 def test_what_no_gpu_can_hold_is_not_kept() -> None:

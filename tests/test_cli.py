@@ -281,11 +281,17 @@ def test_verify_refuses_a_backend_without_its_device(capsys, monkeypatch):
     assert not streams.out and "backend triton: expected tensors on a CUDA device, received cpu" in streams.err
 
 
-def test_a_folder_that_takes_no_files_is_refused_at_once():
-    if not Path("/proc/self").is_dir():
-        pytest.skip("no such folder here")
-    with pytest.raises(ConfigError, match=r"--json /proc/nope.json: expected a file to write to"):
-        check_output(Path("/proc/nope.json"), "--json")
+def test_a_folder_that_takes_no_files_is_refused_at_once(tmp_path, monkeypatch):
+    """Permissions allow it, the file system does not."""
+
+    def refuse(dir):
+        raise FileNotFoundError(2, "No such file or directory", str(dir))
+
+    check_output(tmp_path / "x.json", "--json")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr("kvsieve.cli.files.tempfile.TemporaryFile", refuse)
+    with pytest.raises(ConfigError, match=r"--json .*x.json: expected a file to write to, received one without"):
+        check_output(tmp_path / "x.json", "--json")
 
 
 @pytest.mark.parametrize(("text", "value"), [("[0, 200]", [0, 200]), ("[0.5]", [0.5]), ("[x", "[x"), ("[]", [])])

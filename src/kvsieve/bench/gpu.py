@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ def tune_kernels(stack: Stack) -> tuple[Tuning, ...]:
                 raise
             return None  # too many registers, or too much shared memory
 
-    return stack.tune(seconds)
+    return tuple(one for one in stack.tune(seconds) if math.isfinite(one.seconds))
 
 
 def measure_in_graphs(

@@ -226,8 +226,8 @@ def noisy_logits(
 ) -> torch.Tensor:
     """Logits [..., T] of q [..., D] over k [T, D]: scaled, soft-capped.
 
-    Partial sums of a large product are large themselves: one after another, D of them err by a root of D / 3 roundings
-    of it.
+    Partial sums of a large product grow to it: D roundings of them, each with a deviation of ``u / sqrt(3)`` of its
+    partial sum, have one of ``sqrt(D) / 3 * u`` of the product.
     """
     partial_sums = max(1.0, math.sqrt(q.shape[-1]) / 3)
     logits = arithmetic(arithmetic(q, 2.0) @ arithmetic(k, 2.0).T * scale, partial_sums)

@@ -262,6 +262,8 @@ PARTS = {torch.float16: (32768, 2), torch.bfloat16: (1, 3)}
 far up, float16 keeps those bits of probabilities down to 2**-28, whose values may be large."""
 MERGED = 8192
 """Elements of the parts that are merged at a time."""
+MASS_TILE = 1024
+"""Tokens whose mass a program that attends a whole list adds at a time."""
 ONE_TILE = 128
 """Tokens of a program that has no loop: in small batches its start is what takes time."""
 
@@ -323,7 +325,7 @@ def attend(
         assert options.mass is not None
         Backend.rebase(pool, rows, added)
         mass_fields, mass_strides, mass_constants = mass_arguments(
-            pool, selection, added, group, options.mass.group, 1024
+            pool, selection, added, group, options.mass.group, MASS_TILE
         )
     q = q if q.stride(3) == 1 else q.contiguous()
     cut = heads, group, shape.chunk, shape.splits

@@ -133,6 +133,8 @@ def _mass_kernel(
     let_next_start(PDL)
 
 
+TILE = 512
+"""Tokens whose mass a program adds at a time."""
 NO_MASS: tuple[tuple[torch.Tensor | None, ...], tuple[int, ...], dict[str, Any]] = (
     (None,) * 5, (0,) * 7, {"GROUP": 1, "BLOCK_P": 1, "PAGES": 1, "REDUCTION": "", "SUM": False},
 )  # fmt: skip
@@ -157,7 +159,7 @@ def mass_arguments(
 def add_mass(pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, logits: Logits) -> None:
     """Add the probabilities of the listed tokens to their stored mass."""
     batch, heads, listed = selection.pages.shape
-    fields, strides, constants = mass_arguments(pool, selection, mass, logits.raw.shape[2], logits.reduction, 512)
+    fields, strides, constants = mass_arguments(pool, selection, mass, logits.raw.shape[2], logits.reduction, TILE)
     programs = -(-listed // constants["PAGES"])
     _mass_kernel[heads, batch, programs](
         logits.raw, logits.lse, selection.count, rows.lengths_tensor, *fields, logits.raw.stride(2), *strides,

@@ -20,6 +20,7 @@ from kvsieve.backends.triton.generate.run import Built
 from kvsieve.backends.triton.generate.tuning import FEWEST_DOT_PAGES, MOST_PAGES, Tiling
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.cache import cache_dir
+from kvsieve.errors import ConfigError
 
 Tilings = tuple[Tiling, ...]
 Clock = Callable[[], float | None]
@@ -42,8 +43,8 @@ def kept_tilings(built: Built, heads: int, device: torch.device, pages: int) -> 
         return None
     work = work_class(pages)
     if work not in built.tuned:
-        found = _stored().get(_key(built, heads, device, work))
-        built.tuned[work] = None if found is None else tuple(Tiling(*one) for one in found)
+        found = _stored().get(_key(built, heads, device, work), ())
+        built.tuned[work] = tuple(Tiling(*one) for one in found) if len(found) == len(built.kernels) else None
     return built.tuned[work]
 
 
@@ -58,16 +59,18 @@ def tune(phase: str, built: Built, heads: int, device: torch.device, pages: int,
     """
     work = work_class(pages)
     best = by_rule = tuple(built.tilings)
-    least = first = _timed(built, work, by_rule, clock)
     tried = 1
-    for stage, kernel in enumerate(built.kernels):
-        for one in neighbours(kernel, best[stage], scans):
-            candidate = (*best[:stage], one, *best[stage + 1 :])
-            seconds = _timed(built, work, candidate, clock)
-            tried += 1
-            if seconds < least:
-                best, least = candidate, seconds
-    built.tuned[work] = best
+    try:
+        least = first = _timed(built, work, by_rule, clock)
+        for stage, kernel in enumerate(built.kernels):
+            for one in neighbours(kernel, best[stage], scans):
+                candidate = (*best[:stage], one, *best[stage + 1 :])
+                seconds = _timed(built, work, candidate, clock)
+                tried += 1
+                if seconds < least:
+                    best, least = candidate, seconds
+    finally:  # no trial stays
+        built.tuned[work] = best
     if least < math.inf:
         _keep(_key(built, heads, device, work), best)
     return Tuning(phase, tuple(map(astuple, by_rule)), first, tuple(map(astuple, best)), least, tried)
@@ -103,16 +106,29 @@ def _path() -> Path:
 
 @cache
 def _stored() -> dict[str, Sequence[Sequence[int]]]:
-    """The file's tilings; none if there is no such file, or not such a one."""
+    """The file's tilings that are any; none if there is no such file, or not such a one."""
     try:
         found: Any = json.loads(_path().read_text())
-        return {key: [[int(x) for x in one] for one in value] for key, value in found.items()}
+        rows = {key: [[int(x) for x in one] for one in value] for key, value in found.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
+    return {key: value for key, value in rows.items() if all(map(_is_tiling, value))}
+
+
+def _is_tiling(one: Sequence[int]) -> bool:
+    """Pages, warps, stages and heads, as Triton takes them."""
+    return len(one) == 4 and min(one) > 0 and all(x & (x - 1) == 0 for x in one[:2])
 
 
 def _keep(key: str, tilings: Tilings) -> None:
+    _stored.cache_clear()  # others may have added theirs
     stored = _stored()
     stored[key] = [astuple(one) for one in tilings]
-    _path().parent.mkdir(parents=True, exist_ok=True)
-    replace_file(_path(), json.dumps(stored, indent=1, sort_keys=True))
+    try:
+        _path().parent.mkdir(parents=True, exist_ok=True)
+        replace_file(_path(), json.dumps(stored, indent=1, sort_keys=True))
+    except OSError as error:
+        raise ConfigError(
+            f"tilings: expected a cache that can be written, received {_path()} ({error.strerror or error}); set "
+            "KVSIEVE_CACHE to another folder"
+        ) from None
