@@ -76,7 +76,7 @@ def _select_kernel(
             scores += row * s_b + h * s_h
             if WHOLE:
                 page = tl.arange(0, BLOCK)
-                there = (page < width) & (k > 0)
+                there = page < tl.where(k > 0, width, 0)
                 values = tl.load(scores + page, mask=there, other=0.0)
                 if AHEAD:
                     block = tl.load(table + sink + page, mask=there, other=0)
