@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from kvsieve.backends.eager import EagerBackend
 from kvsieve.bench import Setting, parse_budget, run_bench, run_seeding
 from kvsieve.bench.dense import Dense
+from kvsieve.bench.gpu import go_round, rounds
 from kvsieve.bench.seeding import Prompt
 from kvsieve.bench.setting import parse_heads
 from kvsieve.bench.stack import Stack
@@ -19,6 +22,7 @@ from kvsieve.budget import Budget
 from kvsieve.cli.app import run
 from kvsieve.errors import ConfigError, KvsieveError
 from kvsieve.flow import build_flow
+from kvsieve.stepgraph import StepGraph
 
 SMALL = Setting(
     backend="eager",
@@ -34,6 +38,17 @@ SMALL = Setting(
 )
 SMALL_OPTIONS = ["--heads", "6/2", "--head-dim", "20", "--page-size", "4", "--budget", "3+1+2", "--dtype", "fp32"]
 SMALL_OPTIONS += ["--layers", "2", "--repeats", "3", "--backend", "eager"]
+
+
+def test_a_graph_of_many_layers_goes_round_the_few_that_there_are() -> None:
+    """The last round's results are those of a step: on the CPU, where the same calls run op by op."""
+    assert [rounds(replace(SMALL, layers=layers)) for layers in (1, 2, 24, 32, 40)] == [32, 16, 2, 1, 1]
+    for name in ("gqa_quest_sparse_attention", "h2o"):
+        once, often = (Stack(build_flow(name), SMALL, 47) for _ in range(2))
+        expected = [one.out for one in once.step()]
+        graph = StepGraph(often.runtime, often.requests, 50, partial(go_round, often, 3), "cpu")
+        for out, wanted in zip(graph.step(), expected, strict=True):
+            torch.testing.assert_close(out, wanted, rtol=0, atol=0)
 
 
 def test_cases_phases_and_bytes() -> None:

@@ -93,7 +93,8 @@ class StepPlan(Plan):
         """Requests go on in the blocks and state rows of their newest tokens; what is trimmed is read before that."""
         _ = self.trims
         self.memory.table.scatter_(1, self._last_page[:, None], self.writes.blocks[:, None])
-        self.memory.rows.scatter_(1, self._last_page[:, None], self._last_row[:, None])
+        if self.tables.stateful:
+            self.memory.rows.scatter_(1, self._last_page[:, None], self._last_row[:, None])
 
     @cached_property
     def trims(self) -> list[Trim]:

@@ -6,16 +6,20 @@ import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from kvsieve.backends.base import Tuning
 from kvsieve.bench.setting import Setting
 from kvsieve.bench.stack import Stack
+from kvsieve.call import Call
 from kvsieve.stepgraph import StepGraph
 
 LAUNCHES = 16
 """Calls in a graph, at least."""
+MODEL_LAYERS = 32
+"""Layers that a step's graph goes through, at least: what a graph costs once is then shared as in a model."""
 REPLAYS = 12
 """Of a graph in a row: its launch takes the host as long as many calls, and is hidden behind the replay before it."""
 FLUSH_BYTES = 256 << 20
@@ -72,6 +76,19 @@ class GraphClock:
         return statistics.median(seconds), min(seconds)
 
 
+def rounds(setting: Setting) -> int:
+    """How often a step's graph goes through the layers: memory may hold fewer than a model has."""
+    return -(-MODEL_LAYERS // setting.layers)
+
+
+def go_round(stack: Stack, times: int, call: Call) -> list[torch.Tensor]:
+    """A decode step that goes through all layers so many times; the results of the last time."""
+    for _ in range(times):
+        call.record.attended.clear()
+        results = [call.attend(layer, *draw).out for layer, draw in enumerate(stack.draws)]
+    return results
+
+
 def _captured(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """A graph of what ``run`` launches; it has run once before, so that everything is compiled."""
     stream = torch.cuda.Stream()
@@ -125,16 +142,12 @@ def measure_in_graphs(
 
     single = clock.single(one_layer)
     stack.step_back(STEPS_AHEAD)
-    graph = StepGraph(
-        stack.runtime,
-        stack.requests,
-        stack.context + 3,
-        lambda call: [call.attend(layer, *draw).out for layer, draw in enumerate(stack.draws)],
-        setting.device,
-    )
+    times_round = rounds(setting)
+    body = partial(go_round, stack, times_round)
+    graph = StepGraph(stack.runtime, stack.requests, stack.context + 3, body, setting.device)
     while graph.graph is None:
         graph.step()
-    times["step"] = clock.replay(graph.graph, setting.layers)
+    times["step"] = clock.replay(graph.graph, times_round * setting.layers)
     for _ in range(setting.repeats):
         tick()
     return times, single

@@ -11,7 +11,7 @@ import torch
 from kvsieve.backends.base import PHASES
 from kvsieve.bench.check import check_step
 from kvsieve.bench.dense import UNFAIR, dense_forms
-from kvsieve.bench.gpu import fitting_layers, measure_in_graphs, tune_kernels
+from kvsieve.bench.gpu import fitting_layers, measure_in_graphs, rounds, tune_kernels
 from kvsieve.bench.result import Case, DenseTime, FlowResult, Measurement, Phase
 from kvsieve.bench.setting import Setting
 from kvsieve.bench.stack import Stack
@@ -63,7 +63,7 @@ def measure_case(
     forms = dense_forms(stack)
     if setting.on_gpu:
         times, single = measure_in_graphs(stack, forms, tick)
-        how = f"backend {setting.backend}, {setting.layers} layers in a CUDA graph"
+        how = f"backend {setting.backend}, a CUDA graph of {rounds(setting)} x {setting.layers} layers"
     else:
         times, single = _measure_calls(stack, forms, tick), None
         how = f"backend {setting.backend}, {setting.layers} layers a step"
