@@ -15,7 +15,7 @@ from triton.compiler import ASTSource, compile
 from kvsieve.backends.triton import attend, evict, longrow, seed, select, store
 from kvsieve.backends.triton.generate import generate_score
 from kvsieve.backends.triton.generate.program import Variant
-from kvsieve.flow import build_flow
+from kvsieve.flow import build_flow, load_flow
 from kvsieve.graph import Geometry, trace_flow
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -98,9 +98,10 @@ def cases() -> list[tuple[str, Any, dict[str, Any], int, str]]:
 def generated() -> list[tuple[str, ASTSource, int]]:
     """Score kernels of shipped flows: (what, source, warps), for chunks dealt out and not, waiting at once or late."""
     made = []
-    for flow in ("gqa_quest_sparse_attention", "h2o", "block_sparse_attention"):
-        built = generate_score(trace_flow(build_flow(flow), Geometry(1, 80, 48, 3))).built(Variant(2))
-        for kernel, tile in zip(built.kernels, built.tilings, strict=True):
+    shipped = [build_flow(name) for name in ("gqa_quest_sparse_attention", "h2o", "block_sparse_attention")]
+    for flow in (*shipped, load_flow("examples/paper_flows.py:Loki")):
+        built = generate_score(trace_flow(flow, Geometry(1, 80, 48, 3))).built(Variant(2))
+        for kernel, tile in (*built.ahead, *zip(built.kernels, built.tilings, strict=True)):
             for requests, late, pdl in ((0, False, 1), (8, True, 1), (64, True, 2)):
                 choices = {"PAGES": tile.pages, "HEADS": 2, "EACH": tile.each, "DOT": tl.bfloat16, "PDL": pdl}
                 choices |= {"REQUESTS": requests, "LATE": late}

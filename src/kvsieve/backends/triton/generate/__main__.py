@@ -20,7 +20,8 @@ Backend `triton` prints the `score` and `summarize` of a flow as Triton source; 
    A chunk stores what it found of a reduction (for a softmax its maximum and its sum of exponentials); the next stage
    puts the chunks together in their order, so that results are the same bits from run to run (if they are many, a
    kernel in between does it once). A value that a later stage needs is stored per page only if that moves fewer bytes
-   than its fields: logits are, copies of fields never.
+   than its fields: logits are, copies of fields never. Long products of the queries alone (a projection of them) are
+   computed by a small kernel ahead of all stages, once for each request and KV head.
 3. A kernel loads each field once through the page table, widens it to float32 and computes on tiles
    `[pages, (heads,) static axes]`. No size need be a power of two: tiles are padded, and what a reduction sees of the
    padding, or of pages beyond the window, is its identity.

@@ -22,7 +22,8 @@ class Argument:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Memory between stages: for each page, or chunk of pages of ``stage``, of a segment, a ``shape`` of ``dtype``."""
+    """Memory between stages: for each page, or chunk of pages of ``stage``, of a segment, a ``shape`` of ``dtype``;
+    once for a segment, if the stage is that of the queries alone."""
 
     name: str
     dtype: torch.dtype

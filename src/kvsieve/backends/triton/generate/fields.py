@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvsieve.backends.triton.generate.ir import TRITON_TYPES, Op
+from kvsieve.backends.triton.generate.stages import ASKED
 from kvsieve.backends.triton.generate.tile import HEADS, PAGES, Dim, Tile, axis_index, shape_text, times
 from kvsieve.mass import FIELDS as MASS_FIELDS
 
@@ -117,14 +118,17 @@ def age(printer: Printer, op: Op, shift: int) -> Tile:
 
 
 def stored(printer: Printer, op: Op, shift: int) -> Tile:
-    """A value per page that an earlier stage has left in scratch memory."""
+    """A value per page, or one of the queries, that an earlier stage has left in scratch memory."""
     scratch, rank = printer.scratch[id(op)], printer.lead + len(op.statics)
-    page, valid = printer.shifted(shift)
     printer.arguments.add(f"{scratch.name}_ptr", "scratch", scratch.name)
-    place = f"({printer.segment(rank)} * width_bound + {printer.page(rank, page)}){times(op.elements)}"
-    text = _load(printer, f"{scratch.name}_ptr", (place,), (printer.page(rank, valid),), op.statics, rank)
+    if scratch.stage == ASKED:
+        row, masks, dims = printer.asked(rank), [], printer.full(op.statics, 1)
+    else:
+        page, valid = (printer.page(rank, one) for one in printer.shifted(shift))
+        row, masks, dims = f"({printer.segment(rank)} * width_bound + {page})", [valid], printer.full(op.statics)
+    text = _load(printer, f"{scratch.name}_ptr", (f"{row}{times(op.elements)}",), masks, op.statics, rank)
     text += f".to({TRITON_TYPES[op.dtype]})" if op.dtype is torch.bool else ""
-    return printer.named(op, Tile(text, printer.full(op.statics)), scratch.name)
+    return printer.named(op, Tile(text, dims), scratch.name)
 
 
 LEAVES: dict[str, Callable[[Printer, Op, int], Tile]] = {

@@ -94,6 +94,10 @@ class Printer:
         """The number of (request, head), for scratch and results."""
         return f"(request * heads + {self.head(rank)})"
 
+    def asked(self, rank: int) -> str:
+        """The number of (request, head), with the axes of a tile of one page."""
+        return f"({self.segment(rank)} + tl.arange(0, 1){self.page_index(rank)})"
+
     def lines(self, paged: bool) -> list[str]:
         """Where lines go. What does not vary over pages comes first: layouts then follow the loads of pages."""
         return self.page_lines if paged else self.fixed_lines

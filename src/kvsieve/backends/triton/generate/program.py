@@ -16,11 +16,11 @@ from kvsieve.backends.triton.generate.arguments import Scratch
 from kvsieve.backends.triton.generate.autotune import Clock, kept_tilings, tune
 from kvsieve.backends.triton.generate.errors import Refused
 from kvsieve.backends.triton.generate.ir import Op, walk
-from kvsieve.backends.triton.generate.kernel import HEAD, Form, Kernel, print_gathering, print_stage
+from kvsieve.backends.triton.generate.kernel import HEAD, Form, Kernel, print_asked, print_gathering, print_stage
 from kvsieve.backends.triton.generate.names import Names
 from kvsieve.backends.triton.generate.patterns import Bounds, bounds_of, rewrite
 from kvsieve.backends.triton.generate.run import Built, Launch
-from kvsieve.backends.triton.generate.stages import StagePlan
+from kvsieve.backends.triton.generate.stages import ASKED, StagePlan
 from kvsieve.backends.triton.generate.translate import translate
 from kvsieve.backends.triton.generate.tuning import GATHERED, is_wide, tiling
 from kvsieve.flow import flow_name
@@ -81,12 +81,18 @@ class Generated:
                 for number, stage in enumerate(self.plan.stages)
                 if stage.partials and not self.plan.scans  # a scan goes on from the chunks themselves
             }
-            source = head + "".join(f"\n\n{kernel.source}" for kernel in (*kernels, *gatherings.values()))
-            self._built[variant] = Built(kernels, tilings, gatherings, source)
+            asked = [print_asked(self._name("queries"), self.plan, self.scratch)] if self.plan.asked else []
+            ahead = [(one, tiling(one, 1, self.title)) for one in asked]
+            printed = (*asked, *kernels, *gatherings.values())
+            source = head + "".join(f"\n\n{kernel.source}" for kernel in printed)
+            self._built[variant] = Built(kernels, tilings, gatherings, source, ahead)
         return self._built[variant]
 
+    def _name(self, part: int | str) -> str:
+        return f"{re.sub(r'[^0-9a-zA-Z]+', '_', self.title).strip('_').lower()}_{part}"
+
     def _kernel(self, number: int, variant: Variant) -> Kernel:
-        name = f"{re.sub(r'[^0-9a-zA-Z]+', '_', self.title).strip('_').lower()}_{number}"
+        name = self._name(number)
 
         def print_as(form: Form) -> Kernel:
             return print_stage(name, self.plan, number, self.scratch, self.states, form, self.summaries)
@@ -108,7 +114,9 @@ class Generated:
         chunks = [-(-width // one.pages) for one in tilings]
         running = Launch(built, tilings, variant.heads, requests, call, pool, chunks)
         for one in self.scratch.values():
-            running.reserve(one, chunks[one.stage] if one.per_chunk else width)
+            running.reserve(one, 1 if one.stage == ASKED else chunks[one.stage] if one.per_chunk else width)
+        for kernel, tile in built.ahead:
+            running.start(kernel, tile, 1)
         for number, (kernel, tile) in enumerate(zip(built.kernels, tilings, strict=True)):
             running.start(kernel, tile, chunks[number])
             if number in built.gatherings and chunks[number] > GATHERED:
@@ -118,6 +126,8 @@ class Generated:
 def _scratch(plan: StagePlan) -> dict[object, Scratch]:
     names = Names()
     scratch: dict[object, Scratch] = {}
+    for op in plan.asked:
+        scratch[id(op)] = Scratch(names.new(op.name or op.kind), op.dtype, op.statics, False, ASKED)
     for number, stage in enumerate(plan.stages):
         for op in stage.stored:
             scratch[id(op)] = Scratch(names.new(op.name or op.kind), op.dtype, op.statics, False, number)

@@ -27,6 +27,8 @@ class Built:
     tilings: list[Tiling]
     gatherings: dict[int, Kernel]
     source: str
+    ahead: list[tuple[Kernel, Tiling]] = field(default_factory=list)
+    """What is computed of the queries alone, before all stages."""
     tuned: dict[int, tuple[Tiling, ...] | None] = field(default_factory=dict)
     """Tilings in place of these, by class of work (:mod:`~kvsieve.backends.triton.generate.autotune`)."""
     _constants: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)

@@ -2,12 +2,14 @@
 
 A stage computes what it can without results over the whole window; of each fold it stores what each chunk of pages
 found, and the next stages combine these in the order of the chunks. A value that a later stage needs again is stored
-per page if that moves fewer bytes than loading its fields and computing it anew.
+per page if that moves fewer bytes than loading its fields and computing it anew. Long products of the queries alone are
+computed ahead of all stages, once for each segment, and not by every program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvsieve.backends.triton.generate.ir import Op, walk
@@ -17,6 +19,10 @@ NEAR = (*LEAVES, "map", "regroup", "permute", "expand", "reduce")
 """What a neighbouring page's value may be made of, if it is made anew there."""
 NEAR_ELEMENTS = 8
 STORED_BYTES, FIELD_BYTES = 4, 2
+ASKED = -1
+"""The stage of what is computed of queries alone, ahead of the others."""
+ASKED_PRODUCTS, ASKED_ELEMENTS = 4096, 4096
+"""Products of a contraction of queries from which on it is; elements up to which what is made of it is stored."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,9 @@ class StagePlan:
         self.stored_at: dict[int, int] = {}
         self.scans = any(op.kind == "running" for op in walk(list(outputs.values())))
         """Whether stages go on from the chunks before their own: all stages then have chunks of one size."""
+        self.asked: list[Op] = []
+        """Values of queries alone that are stored ahead of all stages."""
+        self._askable = self._long_products(list(outputs.values()))
         self._seen: set[tuple[int, int]] = set()
         for name, op in outputs.items():
             # What is written in place is written last: earlier stages of other programs may still read it.
@@ -90,6 +99,10 @@ class StagePlan:
         if (id(op), stage) in self._seen:
             return
         self._seen.add((id(op), stage))
+        if id(op) in self._askable:
+            self.stored_at[id(op)] = ASKED
+            self.asked += [op] * (op not in self.asked)
+            return
         level = self.level(op)
         if op.kind == "fold":
             self._add_partial(Partial(op.data[0], op.operands[0]), level - 1)
@@ -103,6 +116,20 @@ class StagePlan:
         else:
             for operand in op.operands:
                 self._need(operand, stage)
+
+    def _long_products(self, outputs: Sequence[Op]) -> set[int]:
+        """What is made of long products of queries and nothing that varies over pages."""
+        asking: set[int] = set()
+        long: set[int] = set()
+        for op in walk(outputs):
+            if op.paged or self.level(op):
+                continue
+            operands = {id(one) for one in op.operands}
+            if op.kind == "query" or operands & asking:
+                asking.add(id(op))
+                if operands & long or (op.kind == "contract" and _products(op) >= ASKED_PRODUCTS):
+                    long.add(id(op))
+        return {id(op) for op in walk(outputs) if id(op) in long and op.elements <= ASKED_ELEMENTS}
 
     def _store(self, op: Op) -> None:
         level = self.level(op)
@@ -122,6 +149,14 @@ class StagePlan:
             return False
         read = sum(one.elements * FIELD_BYTES for one in walk([op]) if one.kind == "field")
         return STORED_BYTES * op.elements < read
+
+
+def _products(op: Op) -> int:
+    """Products that a contraction adds up."""
+    (first, second, _), sizes = op.data, dict[str, int]()
+    for letters, x in zip((first, second), op.operands, strict=True):
+        sizes |= {letter: size or 1 for letter, size in zip(letters, x.shape, strict=True)}
+    return math.prod(sizes.values())
 
 
 def running_partial(op: Op) -> Partial:
