@@ -6,6 +6,7 @@ Run without TRITON_INTERPRET; prints the kernels that failed, and exits with the
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import triton.language as tl
@@ -13,11 +14,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from kvsieve.backends.triton import attend, evict, longrow, seed, select, store
-from kvsieve.backends.triton.generate import generate_score
+from kvsieve.backends.triton.generate import generate_score, generate_summarize
 from kvsieve.backends.triton.generate.program import Variant
+from kvsieve.backends.triton.generate.run import Built
 from kvsieve.flow import build_flow, load_flow
 from kvsieve.graph import Geometry, trace_flow
 
+PAPERS = Path(__file__).parents[1] / "examples" / "paper_flows.py"
 TARGET = GPUTarget("cuda", 90, 32)
 FLOATS = {"q", "k", "v", "out", "k_pool", "v_pool"}
 SINGLES = {"lse", "part", "part_lse", "raw", "sinks", "scores", "mass", "mass_sum", "unit", "weights", "column"}
@@ -26,7 +29,7 @@ LONGS = {"blocks", "count", "lengths", "rows", "pages", "table", "requests", "pa
 INTS = {"bitmap", "found"}
 NUMBERS = {"scale", "softcap"}
 POINTERS = {"q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "k_max_ptr": "*bf16", "k_min_ptr": "*bf16"}
-POINTERS |= {f"{name}_ptr": "*i64" for name in ("requests", "table", "row_table", "widths", "lengths")}
+POINTERS |= {f"{name}_ptr": "*i64" for name in ("requests", "table", "row_table", "widths", "lengths", "blocks")}
 KINDS = (FLOATS, "*{}"), (SINGLES, "*fp32"), (LONGS, "*i64"), (INTS, "*i32"), (NUMBERS, "fp32")
 
 
@@ -96,27 +99,37 @@ def cases() -> list[tuple[str, Any, dict[str, Any], int, str]]:
 
 
 def generated() -> list[tuple[str, ASTSource, int]]:
-    """Score kernels of shipped flows: (what, source, warps), for chunks dealt out and not, waiting at once or late."""
+    """Kernels of flows: (what, source, warps). Scores, for chunks dealt out and not, waiting at once or late;
+    summaries, of pages that are full and of those that a step may fill."""
     made = []
     shipped = [build_flow(name) for name in ("gqa_quest_sparse_attention", "h2o", "block_sparse_attention")]
-    for flow in (*shipped, load_flow("examples/paper_flows.py:Loki")):
-        built = generate_score(trace_flow(flow, Geometry(1, 80, 48, 3))).built(Variant(2))
-        for kernel, tile in (*built.ahead, *zip(built.kernels, built.tilings, strict=True)):
-            for requests, late, pdl in ((0, False, 1), (8, True, 1), (64, True, 2)):
-                choices = {"PAGES": tile.pages, "HEADS": 2, "EACH": tile.each, "DOT": tl.bfloat16, "PDL": pdl}
-                choices |= {"REQUESTS": requests, "LATE": late}
-                choices |= {
-                    one.name: built.tilings[int(one.key)].pages for one in kernel.arguments if one.source == "pages"
-                }
-                function = getattr(built.module, kernel.name)
-                types = {one.name: POINTERS.get(one.name, "*fp32" if one.name.endswith("_ptr") else "i32")
-                         for one in kernel.arguments}  # fmt: skip
-                types = {
-                    name: "constexpr" if name in choices else types.get(name, "i32") for name in function.arg_names
-                }
-                own = {name: value for name, value in choices.items() if name in function.arg_names}
-                source = ASTSource(function, signature=types, constexprs=own)
-                made.append((f"{kernel.name} {requests}", source, tile.warps))
+    for flow in (*shipped, load_flow(f"{PAPERS}:Loki")):
+        graphs = trace_flow(flow, Geometry(1, 80, 48, 3))
+        built = generate_score(graphs).built(Variant(2))
+        for requests, late, pdl in ((0, False, 1), (8, True, 1), (64, True, 2)):
+            made += kernels_of(built, {"REQUESTS": requests, "LATE": late, "PDL": pdl})
+        if graphs.summarize is not None:
+            built = generate_summarize(graphs).built(Variant(2, False))
+            sizes = {"P": 1, "D": 80, "DV": 48}
+            made += kernels_of(built, {**sizes, "PDL": 3, "tokens": None})
+            made += kernels_of(built, {**sizes, "PDL": 2})
+    return made
+
+
+def kernels_of(built: Built, choices: dict[str, Any]) -> list[tuple[str, ASTSource, int]]:
+    """All kernels of a program, with some constants."""
+    made = []
+    for kernel, tile in (*built.ahead, *zip(built.kernels, built.tilings, strict=True)):
+        known = {"PAGES": tile.pages, "HEADS": 2, "EACH": tile.each, "DOT": tl.bfloat16, **choices}
+        known |= {one.name: built.tilings[int(one.key)].pages for one in kernel.arguments if one.source == "pages"}
+        function = getattr(built.module, kernel.name)
+        types = {one.name: POINTERS.get(one.name, "*fp32" if one.name.endswith("_ptr") else "i32")
+                 for one in kernel.arguments}  # fmt: skip
+        types["tokens"] = ("*i64", *["*bf16"] * 4, *["i32"] * 12)
+        types = {name: "constexpr" if name in known else types.get(name, "i32") for name in function.arg_names}
+        own = {name: value for name, value in known.items() if name in function.arg_names}
+        source = ASTSource(function, signature=types, constexprs=own)
+        made.append((f"{kernel.name} {choices}", source, tile.warps))
     return made
 
 

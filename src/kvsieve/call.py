@@ -211,9 +211,7 @@ class Call:
         for one in plan.trims:
             self.host.backend.trim(pool, one)
         pool.enter(writes.entered)
-        self.host.backend.write(pool, writes, k, v)
-        if state.graphs is not None:
-            self.host.backend.summarize(state.flow, pool, writes.filled)
+        self.host.backend.store(None if state.graphs is None else state.flow, pool, writes, k, v)
         self.record.attended.add(layer)
 
     @staticmethod

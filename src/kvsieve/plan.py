@@ -6,7 +6,7 @@ Tensors are built from integers the host knows, so no backend ever waits for the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -27,7 +27,8 @@ Host = torch.Tensor | Sequence[int]
 class Writes:
     """Where the call's tokens go: ``blocks`` and ``offsets`` [T]; blocks of pages it fills; state rows that enter.
 
-    ``slots``, where tokens are evicted: state rows, offsets and positions in the request [T].
+    ``slots``, where tokens are evicted: state rows, offsets and positions in the request [T]. ``step``: one token of
+    each request.
     """
 
     blocks: torch.Tensor
@@ -35,6 +36,7 @@ class Writes:
     filled: torch.Tensor
     entered: torch.Tensor
     slots: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    step: bool = False
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ class Plan:
         offsets = [start % p for start in self.rows.starts]
         full = [block for block, offset in zip(blocks, offsets, strict=True) if offset == p - 1]
         positions = [entry.length - 1 for entry in self.entries]
-        return self._sent_writes(blocks, offsets, self._filled(full), rows, positions, entered)
+        return replace(self._sent_writes(blocks, offsets, self._filled(full), rows, positions, entered), step=True)
 
     def _newest_rows(self) -> list[BlockId]:
         """State rows of the requests' last pages; null without state."""

@@ -117,6 +117,12 @@ class Backend(ABC):
         if writes.slots is not None:
             occupy(pool, *writes.slots)
 
+    def store(self, flow: Any, pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
+        """:meth:`write`, then :meth:`summarize` the pages that it fills, if there is a flow."""
+        self.write(pool, writes, k, v)
+        if flow is not None:
+            self.summarize(flow, pool, writes.filled)
+
     def trim(self, pool: LayerPool, one: Trim) -> None:
         """Evict tokens of requests that store too many; the others move together (:mod:`kvsieve.paging.slots`)."""
         trim(pool, one)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -67,6 +68,13 @@ class TritonBackend(Backend):
 
     def write(self, pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
         write(pool, writes, k, v)
+
+    def store(self, flow: Any, pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
+        summarize = None if flow is None else flow.summarize
+        if summarize is None or not writes.step or writes.slots is not None or not len(writes.filled):
+            super().store(flow, pool, writes, k, v)
+        else:
+            summarize.store(pool, writes, k, v)
 
     def trim(self, pool: LayerPool, one: Trim) -> None:
         if one.stored == one.kept + 1 and one.stored <= MOST_SLOTS:

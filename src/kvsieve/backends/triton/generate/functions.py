@@ -136,6 +136,33 @@ def place_of(widths, share, PAGES: tl.constexpr, REQUESTS: tl.constexpr):
     return request, chunk
 
 
+# Tokens
+
+
+@triton.jit
+def store_tokens(tokens, page, block, there, head, P: tl.constexpr, D: tl.constexpr, DV: tl.constexpr):
+    """Store the new tokens of some requests and heads in their blocks; whether they end their pages.
+
+    ``tokens``: offsets in the pages, new K and V, stored K and V, and the strides of these.
+    """
+    offsets, k, v, k_pool, v_pool, k_t, k_h, k_d, v_t, v_h, v_d, kp_h, kp_b, kp_t, vp_h, vp_b, vp_t = tokens
+    offset = tl.load(offsets + page, mask=there, other=0)
+    _store_rows(k, k_pool, k_t, k_h, k_d, kp_h, kp_b, kp_t, page, block, offset, there, head, D)
+    _store_rows(v, v_pool, v_t, v_h, v_d, vp_h, vp_b, vp_t, page, block, offset, there, head, DV)
+    tl.debug_barrier()  # pages are read by other threads than those that store their last tokens
+    return there & (offset == P - 1)
+
+
+@triton.jit
+def _store_rows(new, stored, n_t, n_h, n_d, s_h, s_b, s_t, page, block, offset, there, head, D: tl.constexpr):
+    d = tl.arange(0, triton.next_power_of_2(D)).to(tl.int64)[None, None, :]  # features may lie far apart
+    mask = there[:, None, None] & (d < D)
+    row = head[None, :, None]
+    token = page.to(tl.int64)[:, None, None]
+    values = tl.load(new + token * n_t + row * n_h + d * n_d, mask=mask, other=0.0)
+    tl.store(stored + row * s_h + (block * s_b + offset * s_t)[:, None, None] + d, values, mask=mask)
+
+
 # Integers
 
 

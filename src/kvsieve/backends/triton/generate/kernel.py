@@ -62,6 +62,9 @@ valid = page < count
 block = tl.load(blocks_ptr + page, mask=valid, other=0)  # from the host
 valid = valid & (block != 0)  # the null block is nobody's
 wait_for_inputs(PDL)
+head = {head}
+if tokens is not None:  # a step's: they may fill their pages
+    valid = f.store_tokens(tokens, page, block, valid, {row}, P, D, DV)
 if tl.max(valid.to(tl.int32), 0) == 0:
     return"""
 
@@ -182,14 +185,17 @@ def _kernel(name: str, printer: Printer, first: bool = False) -> Kernel:
 def _body(kernel: Kernel, printer: Printer, summaries: bool) -> list[str]:
     """All lines: places, then for each head what does not vary over pages, and what does."""
     groups = "1" if kernel.wide else "(heads // EACH)" if kernel.loops else "heads"
+    head = "tl.arange(0, HEADS).to(tl.int64)" if kernel.wide else "(tl.program_id(0) % heads).to(tl.int64)"
+    per_head = [*printer.fixed_lines, *printer.page_lines]
+    if summaries:
+        row = "head" if kernel.wide else "head + tl.arange(0, 1)"
+        lines = _SUMMARY_PROLOGUE.format(groups=groups, head=head, row=row).splitlines()
+        return [*lines, *printer.vector_lines, *per_head, "let_next_start(PDL)"]
     late = ", LATE" if kernel.first else ""
-    lines = (_SUMMARY_PROLOGUE if summaries else _PROLOGUE).format(groups=groups, late=late).splitlines()
-    lines += printer.vector_lines
-    per_head, end = [*printer.fixed_lines, *printer.page_lines], f"let_next_start(PDL{late})"
-    if kernel.wide:
-        return [*lines, "head = tl.arange(0, HEADS).to(tl.int64)", *per_head, end]
+    lines = _PROLOGUE.format(groups=groups, late=late).splitlines() + printer.vector_lines
+    end = f"let_next_start(PDL{late})"
     if not kernel.loops:
-        return [*lines, "head = (tl.program_id(0) % heads).to(tl.int64)", *per_head, end]
+        return [*lines, f"head = {head}", *per_head, end]
     first = f"(tl.program_id(0) % {groups}) * EACH + number"
     body = [f"head = ({first}).to(tl.int64)", *per_head]
     return [*lines, "for number in tl.range(0, EACH):", *(f"    {line}" for line in body), end]
@@ -198,9 +204,11 @@ def _body(kernel: Kernel, printer: Printer, summaries: bool) -> list[str]:
 def _function(kernel: Kernel, body: list[str]) -> str:
     arguments = kernel.arguments
     plain = [one.name for one in arguments if one.source != "pages"]
-    plain += ["count"] if "blocks_ptr" in plain else ["width_bound", "sink", "page_size"]
+    summaries = "blocks_ptr" in plain
+    plain += ["tokens", "count"] if summaries else ["width_bound", "sink", "page_size"]
     constants = [f"{one.name}: tl.constexpr" for one in arguments if one.source == "pages"]
     constants += ["PAGES: tl.constexpr", "HEADS: tl.constexpr"]
+    constants += ["P: tl.constexpr", "D: tl.constexpr", "DV: tl.constexpr"] if summaries else []
     constants += ["EACH: tl.constexpr", "DOT: tl.constexpr"] if kernel.loops else []
     constants += [f"{one}: tl.constexpr" for one in kernel.chosen]
     parameters = "".join(f"    {one},\n" for one in [*plain, "heads", *constants])

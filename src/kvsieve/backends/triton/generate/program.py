@@ -23,9 +23,11 @@ from kvsieve.backends.triton.generate.run import Built, Launch
 from kvsieve.backends.triton.generate.stages import ASKED, StagePlan
 from kvsieve.backends.triton.generate.translate import translate
 from kvsieve.backends.triton.generate.tuning import GATHERED, is_wide, tiling
+from kvsieve.backends.triton.launch import AT_ONCE, ONCE_WAITED
 from kvsieve.flow import flow_name
 from kvsieve.graph import FlowGraphs
 from kvsieve.paging.pool import LayerPool
+from kvsieve.plan import Writes
 from kvsieve.window import Window
 
 SHOWN_HEADS = 8
@@ -195,8 +197,16 @@ class SummarizeProgram(Generated):
     def run(self, pool: LayerPool, blocks: torch.Tensor) -> None:
         """Compute and store the summary fields of full pages, given their blocks [C]; the null block is left alone."""
         if len(blocks):
-            call = {"blocks_ptr": blocks, "count": len(blocks)}
+            call = {"blocks_ptr": blocks, "tokens": None, "count": len(blocks), "when": AT_ONCE}
             self.launch(self._variant(pool), 1, len(blocks), call, pool)
+
+    def store(self, pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store the tokens k [B, H, D], v [B, H, Dv] of a step, one of each request, and summarize the pages that they
+        fill: one kernel in place of two."""
+        strides = (*k.stride(), *v.stride(), *pool.k.stride()[:3], *pool.v.stride()[:3])
+        tokens = (writes.offsets, k, v, pool.k, pool.v, *strides)
+        call = {"blocks_ptr": writes.blocks, "tokens": tokens, "count": len(writes.blocks), "when": ONCE_WAITED}
+        self.launch(self._variant(pool), 1, len(writes.blocks), call, pool)
 
     def tune(self, pool: LayerPool, blocks: torch.Tensor, clock: Clock) -> Tuning:
         """Try other tilings for launches like :meth:`run` with these arguments, which ``clock`` times."""

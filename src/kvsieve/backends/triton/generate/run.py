@@ -15,8 +15,11 @@ from kvsieve.backends.triton.generate.arguments import Argument, Scratch
 from kvsieve.backends.triton.generate.kernel import Kernel
 from kvsieve.backends.triton.generate.loader import load_source
 from kvsieve.backends.triton.generate.tuning import GATHERING, Tiling
-from kvsieve.backends.triton.launch import AT_END, AT_ONCE, INTERPRETED, dependent_launch, power_of_two
+from kvsieve.backends.triton.launch import AT_END, INTERPRETED, dependent_launch, power_of_two
 from kvsieve.paging.pool import LayerPool
+
+SHARED = ("tokens", "count", "width_bound", "sink", "page_size")
+"""Arguments of all of a program's kernels."""
 
 
 @dataclass
@@ -73,14 +76,17 @@ class Launch:
     def start(self, kernel: Kernel, tile: Tiling, chunks: int) -> None:
         """Launch a kernel for so many chunks of each request."""
         values = [self._find(one, kernel) for one in kernel.arguments if one.source != "pages"]
-        shared = [self.call[name] for name in ("count", "width_bound", "sink", "page_size") if name in self.call]
+        shared = [self.call[name] for name in SHARED if name in self.call]
         constants = [self.tilings[int(one.key)].pages for one in kernel.arguments if one.source == "pages"]
         constants += [tile.pages, self.heads]
+        constants += (
+            [self.pool.page_size, self.pool.k.shape[-1], self.pool.v.shape[-1]] if "tokens" in self.call else []
+        )
         constants += [tile.each, dot_type(self.pool.k.dtype)] if kernel.loops else []
         dealt = self._dealt(kernel, tile, chunks)
         programs = (dealt or chunks) * (1 if kernel.wide else self.heads // tile.each)
         chosen = {"REQUESTS": power_of_two(self.requests) if dealt else 0, "LATE": self.call.get("settled", False)}
-        when = AT_ONCE if "blocks_ptr" in self.call else AT_END  # summaries let the score start
+        when = self.call.get("when", AT_END)
         getattr(self.built.module, kernel.name)[programs, self.requests](
             *values,
             *shared,
