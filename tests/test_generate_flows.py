@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -262,6 +263,30 @@ def test_only_stored_values_go_to_tensor_cores() -> None:
     graphs = trace_flow(Bent(), Geometry(1, 16, 16, 4))
     assert "tl.dot(" not in generate_score(graphs).source
     run_beside_float64(make_world(graphs, (3, 20), 2, torch.bfloat16, device=DEVICE), close(BOUNDS[torch.float32]))
+
+
+class Parts(Flow):
+    """An envelope of each of four parts of a page."""
+
+    def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        parts = k.unflatten(0, (4, -1))
+        return {"high": parts.amax(1), "low": parts.amin(1)}
+
+    def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        q = q[:, None, None]
+        return torch.maximum(q * pages["high"], q * pages["low"]).sum(-1).amax((0, 2))
+
+
+@pytest.mark.parametrize(("group", "products", "least"), [(4, 0, 1), (3, 2, 4), (8, 2, 4), (16, 2, 4)])
+def test_no_field_is_padded_for_tensor_cores(group: int, products: int, least: int) -> None:
+    """Query rows are, to 16; an axis of a field that has as many would be with them. Parts are rows of a product."""
+    graphs = trace_flow(Parts(), Geometry(8, 16, 16, group))
+    (kernel,) = generate_score(graphs).built(Variant()).kernels
+    assert kernel.dots == products and tuning.fewest_pages(kernel) == least
+    loads = re.findall(r"tl.load\(\s*(?:high|low)_ptr.*?mask=([^\n]*)", kernel.source, re.DOTALL)
+    assert len(loads) == 2 and not any("<" in mask for mask in loads)
+    for dtype in (torch.bfloat16, torch.float16):
+        run_beside_float64(make_world(graphs, (3, 20, 0, 1), 2, dtype, device=DEVICE), close(BOUNDS[dtype]))
 
 
 class Rotated(Flow):

@@ -17,7 +17,7 @@ from kvsieve.backends.base import Tuning
 from kvsieve.backends.triton.generate.kernel import Kernel
 from kvsieve.backends.triton.generate.loader import replace_file
 from kvsieve.backends.triton.generate.run import Built
-from kvsieve.backends.triton.generate.tuning import FEWEST_DOT_PAGES, MOST_PAGES, Tiling
+from kvsieve.backends.triton.generate.tuning import MOST_PAGES, Tiling, fewest_pages
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.cache import cache_dir
 from kvsieve.errors import ConfigError
@@ -78,7 +78,7 @@ def tune(phase: str, built: Built, heads: int, device: torch.device, pages: int,
 
 def neighbours(kernel: Kernel, one: Tiling, scans: bool) -> Iterator[Tiling]:
     """Tilings near one: fewer or more pages, warps, and stages where a program loops over heads."""
-    least = FEWEST_DOT_PAGES if kernel.dots else 1
+    least = fewest_pages(kernel)
     sizes = [one.pages] if scans else [one.pages // 2, one.pages, one.pages * 2]
     for pages in sizes:
         for warps in (one.warps // 2, one.warps, one.warps * 2):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvsieve.backends.triton.generate.ir import Op
+from kvsieve.backends.triton.generate.ir import Op, walk
 from kvsieve.backends.triton.generate.tile import PAGES, Dim, Tile, shape_text
 
 if TYPE_CHECKING:
@@ -45,7 +46,19 @@ def suits(op: Op, own_dtypes: frozenset[str]) -> bool:
     return FEWEST <= count <= MOST and width >= ROWS and keeps_values(a) and keeps_values(x) and stored
 
 
-def rows(op: Op) -> int:
+def found(outputs: Sequence[Op], own_dtypes: frozenset[str]) -> tuple[list[Op], dict[int, int]]:
+    """The contractions for tensor cores, and what axes of the sizes of their query rows are padded to.
+
+    None, if a field has an axis of such a size: it would be padded too, to many times what there is to load.
+    """
+    made = list(walk(outputs))
+    suiting = [op for op in made if suits(op, own_dtypes)]
+    pads = {size: ROWS for size in map(_rows, suiting) if size < ROWS}
+    padded = any(size in pads for op in made if op.kind == "field" for size in op.statics)
+    return ([], {}) if padded else (suiting, pads)
+
+
+def _rows(op: Op) -> int:
     """Query rows of a contraction that suits."""
     (a, _), (first, _, output) = op.operands, op.data
     return next(size or 1 for letter, size in zip(first, a.shape, strict=True) if letter in output)
@@ -69,8 +82,9 @@ def printed(printer: Printer, op: Op, shift: int) -> Tile:
     tall: Dim = f"PAGES * {held}" if held > 1 else PAGES
     right = _matrix(printer, x, second.replace(page, ""), [*columns, summed], shift, (tall, pads[summed]))
     printer.largest = max(printer.largest, held * pads[summed])
+    printer.dot_rows = min(held, printer.dot_rows) if printer.dots else held
     printer.dots += 1
-    text = f"tl.dot({left}.to(DOT), tl.trans({right}.to(DOT)))"
+    text = f"tl.dot({left}, tl.trans({right}))"
     result = printer.assign(
         printer.names.new("products"), Tile(f"tl.trans({text})", (tall, math.prod(pads[one] for one in rows))), "", True
     )
@@ -84,9 +98,10 @@ def printed(printer: Printer, op: Op, shift: int) -> Tile:
 
 
 def _matrix(printer: Printer, x: Op, letters: str, order: list[str], shift: int, dims: tuple[Dim, Dim]) -> str:
-    """An operand as a matrix, its axes in order."""
+    """An operand as a matrix, its axes in order; narrowed first, as axes may move through shared memory."""
     tile = printer.solid(x, shift)
     assert tile.dims is not None
     axes = [0, *(1 + letters.index(letter) for letter in order)]
-    text = tile.text if axes == sorted(axes) else f"tl.permute({tile.text}, {shape_text(axes)})"
+    narrow = f"{tile.text}.to(DOT)"
+    text = narrow if axes == sorted(axes) else f"tl.permute({narrow}, {shape_text(axes)})"
     return text if tile.dims == dims and axes == sorted(axes) else f"tl.reshape({text}, {shape_text(dims)})"

@@ -81,6 +81,8 @@ class Kernel:
     largest: int
     fixed: int
     dots: int
+    dot_rows: int
+    """Rows that a page has in the tensor-core product that has the fewest."""
     loaded: int
     """Elements per page of the fields that it reads."""
     exact: bool
@@ -176,6 +178,7 @@ def _kernel(name: str, printer: Printer, first: bool = False) -> Kernel:
         printer.largest,
         printer.fixed,
         printer.dots,
+        printer.dot_rows,
         printer.loaded,
         printer.exact,
         first,

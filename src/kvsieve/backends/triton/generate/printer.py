@@ -51,6 +51,8 @@ class Printer:
     dot: frozenset[int] = frozenset()
     pads: Mapping[int, int] = field(default_factory=dict)
     dots: int = 0
+    dot_rows: int = 0
+    """Rows that a page has in the tensor-core product that has the fewest."""
     loaded: int = 0
     exact: bool = True
     vector_lines: list[str] = field(default_factory=list)

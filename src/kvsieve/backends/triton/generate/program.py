@@ -15,7 +15,7 @@ from kvsieve.backends.triton.generate import dots
 from kvsieve.backends.triton.generate.arguments import Scratch
 from kvsieve.backends.triton.generate.autotune import Clock, kept_tilings, tune
 from kvsieve.backends.triton.generate.errors import Refused
-from kvsieve.backends.triton.generate.ir import Op, walk
+from kvsieve.backends.triton.generate.ir import Op
 from kvsieve.backends.triton.generate.kernel import HEAD, Form, Kernel, print_asked, print_gathering, print_stage
 from kvsieve.backends.triton.generate.names import Names
 from kvsieve.backends.triton.generate.patterns import Bounds, bounds_of, rewrite
@@ -58,7 +58,7 @@ class Generated:
         self.title, self.states, self.summaries = title, frozenset(states), summaries
         self.plan = StagePlan(outputs, self.states & set(outputs))
         self.scratch = _scratch(self.plan)
-        self._dots = [op for op in walk(list(outputs.values())) if dots.suits(op, own_dtypes)]
+        self._dots, self._pads = dots.found(list(outputs.values()), own_dtypes)
         self._built: dict[Variant, Built] = {}
         for narrow in (True, False):  # refuses now, not at the first step
             self.built(Variant(narrow=narrow))
@@ -100,8 +100,7 @@ class Generated:
             return print_stage(name, self.plan, number, self.scratch, self.states, form, self.summaries)
 
         if variant.narrow and self._dots:
-            pads = {rows: dots.ROWS for op in self._dots for rows in (dots.rows(op),) if rows < dots.ROWS}
-            kernel = print_as(Form(dot=frozenset(map(id, self._dots)), pads=pads))
+            kernel = print_as(Form(dot=frozenset(map(id, self._dots)), pads=self._pads))
             if kernel.dots:
                 return kernel
         kernel = print_as(Form())

@@ -32,7 +32,7 @@ DOT_LOADED, DOT_HEADS = 8192, 2
 """For kernels with tensor-core products: elements of the fields in a tile, and heads that a program goes over."""
 SUMMARY_TILE, SUMMARY_WARPS = 2048, 4
 """For summarize, which few pages need at a time: elements of the largest tile, and warps."""
-FEWEST_DOT_PAGES = 16
+FEWEST_DOT_ROWS = 16
 GATHERED, GATHERING = 128, Tiling(1, 4)
 """Chunks of a stage above which a kernel of its own puts them together, and how it runs."""
 ELEMENTS_PER_WARP = 2048
@@ -45,6 +45,11 @@ def is_wide(kernel: Kernel, heads: int) -> bool:
     return power and heads > 1 and heads * kernel.largest <= WIDE and heads * kernel.fixed <= fixed
 
 
+def fewest_pages(kernel: Kernel) -> int:
+    """Pages that the tile of a kernel must have."""
+    return max(1, FEWEST_DOT_ROWS // kernel.dot_rows) if kernel.dots else 1
+
+
 def tiling(kernel: Kernel, heads: int, name: str, summaries: bool = False) -> Tiling:
     """The tile of a kernel.
 
@@ -54,7 +59,7 @@ def tiling(kernel: Kernel, heads: int, name: str, summaries: bool = False) -> Ti
     if max(kernel.largest, kernel.fixed) > MOST:
         raise Refused(f"{name} holds {max(kernel.largest, kernel.fixed)} values of one page at once, above {MOST}")
     if kernel.dots:
-        pages = largest_power(max(FEWEST_DOT_PAGES, min(MOST_PAGES, 2 * DOT_LOADED // kernel.loaded - 1)))
+        pages = largest_power(max(fewest_pages(kernel), min(MOST_PAGES, 2 * DOT_LOADED // kernel.loaded - 1)))
         return Tiling(pages, 4 if pages > 32 else 2, 2, DOT_HEADS if heads % DOT_HEADS == 0 else 1)
     elements = kernel.largest * (heads if kernel.wide else 1)
     if summaries:
