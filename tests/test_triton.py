@@ -23,7 +23,7 @@ from kvsieve.backends.attention import attend_selected, column_sums
 from kvsieve.backends.base import AttentionOptions, Selection
 from kvsieve.backends.eager import EagerBackend
 from kvsieve.backends.select import select_pages
-from kvsieve.backends.triton import TritonBackend, attend, longrow
+from kvsieve.backends.triton import TritonBackend, attend, longrow, store
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.backends.triton.select import select
 from kvsieve.errors import ConfigError
@@ -210,9 +210,15 @@ def test_parts_are_merged_a_few_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean", "max"])
+@pytest.mark.parametrize("tile", [16, attend.MASS_TILE])
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_mass_that_attend_adds_itself(geometry: tuple, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program attends a whole list: no logits are returned, and the same mass is stored, a rebased request's too."""
+def test_mass_that_attend_adds_itself(
+    geometry: tuple, tile: int, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program attends a whole list: no logits are returned, and the same mass is stored, a rebased request's too. Its
+    pages are taken at once, or in several turns."""
+    monkeypatch.setattr(attend, "MASS_TILE", tile)
+    monkeypatch.setattr(store, "THREADS", tile)
     page, heads, group, widths = geometry
     world = World(LENGTHS, page, heads, group, widths, torch.float32)
     options = AttentionOptions(0.3, None, torch.randn(heads, group, device=DEVICE), AttentionMass(group=reduction))

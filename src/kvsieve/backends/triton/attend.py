@@ -19,7 +19,7 @@ from kvsieve.backends.triton.launch import (
     power_of_two,
     wait_for_inputs,
 )
-from kvsieve.backends.triton.store import NO_MASS, listed_tokens, mass_arguments, mass_of_pages
+from kvsieve.backends.triton.store import NO_MASS, listed_tokens, mass_arguments, mass_of_pages, rows_of_pages
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Rows
 
@@ -68,6 +68,8 @@ def _attend_kernel(
         )
         if WIDE:
             queries = queries.to(tl.float32)
+        if MASS:  # on their way while K and V come
+            state_row = rows_of_pages(pages, rows, p_b, p_h, r_b, b, h, 0, listed, PAGES)
         highest = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
@@ -113,8 +115,10 @@ def _attend_kernel(
         if MASS:
             tl.debug_barrier()  # logits and lse lie in memory
             for some in range(0, listed, PAGES):
+                if some > 0:
+                    state_row = rows_of_pages(pages, rows, p_b, p_h, r_b, b, h, some, listed, PAGES)
                 mass_of_pages(
-                    raw, lse, pages, rows, unit, mass, mass_sum, raw_g, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
+                    raw, lse, state_row, unit, mass, mass_sum, raw_g, m_h, m_r, s_h, s_r,
                     b, h, segment, some, listed, length, P, GROUP, BLOCK_P, PAGES, REDUCTION, SUM,
                 )  # fmt: skip
     let_next_start(PDL)
@@ -262,7 +266,7 @@ PARTS = {torch.float16: (32768, 2), torch.bfloat16: (1, 3)}
 far up, float16 keeps those bits of probabilities down to 2**-28, whose values may be large."""
 MERGED = 8192
 """Elements of the parts that are merged at a time."""
-MASS_TILE = 1024
+MASS_TILE = 2048
 """Tokens whose mass a program that attends a whole list adds at a time."""
 ONE_TILE = 128
 """Tokens of a program that has no loop: in small batches its start is what takes time."""

@@ -82,17 +82,23 @@ def listed_tokens(listed, length, P: tl.constexpr):
 
 
 @triton.jit
+def rows_of_pages(pages, rows, p_b, p_h, r_b, b, h, first, listed, PAGES: tl.constexpr):
+    """State rows of some listed pages of one segment."""
+    place = first + tl.arange(0, PAGES)
+    page = tl.load(pages + b * p_b + h * p_h + place, mask=place < listed, other=0)
+    return tl.load(rows + b * r_b + page, mask=place < listed, other=0)
+
+
+@triton.jit
 def mass_of_pages(
-    raw, lse, pages, rows, unit, mass, mass_sum, raw_g, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
-    b, h, segment, first, listed, length,
+    raw, lse, row, unit, mass, mass_sum, raw_g, m_h, m_r, s_h, s_r, b, h, segment, first, listed, length,
     P: tl.constexpr, GROUP: tl.constexpr, BLOCK_P: tl.constexpr, PAGES: tl.constexpr, REDUCTION: tl.constexpr,
     SUM: tl.constexpr,
 ):  # fmt: skip
-    """Add the mass of some listed pages of one segment. A list names a page once; a state row has one request."""
+    """Add the mass of some listed pages of one segment, whose state rows are ``row``. A list names a page once; a
+    state row has one request."""
     tokens = listed_tokens(listed, length, P)
     place = first + tl.arange(0, PAGES)
-    page = tl.load(pages + b * p_b + h * p_h + place, mask=place < listed, other=0)
-    row = tl.load(rows + b * r_b + page, mask=place < listed, other=0)
     offset = tl.arange(0, BLOCK_P)
     token = place[:, None] * P + offset[None, :]
     there = (offset < P)[None, :] & (token < tokens)
@@ -126,8 +132,9 @@ def _mass_kernel(
     length = tl.load(lengths + b)
     wait_for_inputs(PDL)
     if first < listed:
+        row = rows_of_pages(pages, rows, p_b, p_h, r_b, b, h, first, listed, PAGES)
         mass_of_pages(
-            raw, lse, pages, rows, unit, mass, mass_sum, raw_g, p_b, p_h, r_b, m_h, m_r, s_h, s_r,
+            raw, lse, row, unit, mass, mass_sum, raw_g, m_h, m_r, s_h, s_r,
             b, h, b * tl.num_programs(0) + h, first, listed, length, P, GROUP, BLOCK_P, PAGES, REDUCTION, SUM,
         )  # fmt: skip
     let_next_start(PDL)
@@ -135,6 +142,8 @@ def _mass_kernel(
 
 TILE = 512
 """Tokens whose mass a program adds at a time."""
+THREADS = 128
+"""Of the largest program that adds mass."""
 NO_MASS: tuple[tuple[torch.Tensor | None, ...], tuple[int, ...], dict[str, Any]] = (
     (None,) * 5, (0,) * 7, {"GROUP": 1, "BLOCK_P": 1, "PAGES": 1, "REDUCTION": "", "SUM": False},
 )  # fmt: skip
@@ -145,10 +154,12 @@ def mass_arguments(
     pool: LayerPool, selection: Selection, mass: MassRows, group: int, reduction: str, tile: int
 ) -> tuple[tuple[torch.Tensor | None, ...], tuple[int, ...], dict[str, Any]]:
     """Fields, strides (of page lists, of the table of state rows, of mass and page sums) and constants that
-    :func:`mass_of_pages` takes. ``tile``: tokens whose mass is added at a time, about; at least as many as threads."""
+    :func:`mass_of_pages` takes. ``tile``: tokens whose mass is added at a time, about, if there are as many; at least
+    as many as threads."""
     stored, sums = pool.state["mass"], pool.state.get("mass_sum")
-    block = power_of_two(pool.page_size)
-    sizes = {"GROUP": group, "BLOCK_P": block, "PAGES": max(1, tile // block)}
+    block, listed = power_of_two(pool.page_size), power_of_two(selection.pages.shape[2])
+    pages = max(1, THREADS // block, min(listed, tile // block))
+    sizes = {"GROUP": group, "BLOCK_P": block, "PAGES": pages}
     return (
         (selection.pages, mass.table, mass.unit, stored, sums),
         (*selection.pages.stride()[:2], mass.table.stride(0), *_row_strides(stored), *_row_strides(sums)),
