@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 from kvsieve.backends.base import AttentionOptions, Selection
 from kvsieve.paging.pool import LayerPool
@@ -139,9 +140,12 @@ def prefill_request(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: 
     n, heads, group, _ = q.shape
     length = k.shape[1]
     queries = q.flatten(1, 2).transpose(0, 1)[None]
-    if options.softcap is None and options.sinks is None and n == length:
-        out = _sdpa(queries, k[None], v[None], options.scale, is_causal=True, enable_gqa=group > 1)
-        return _grouped(out[0], heads)
+    if options.softcap is None and options.sinks is None:
+        if n == length:
+            out = _sdpa(queries, k[None], v[None], options.scale, is_causal=True, enable_gqa=group > 1)
+            return _grouped(out[0], heads)
+        if q.is_cuda:
+            return _grouped(attend_last(queries, k[None], v[None], options.scale)[0], heads)
     parts = []
     for first in range(0, n, PREFILL_ROWS):
         rows = min(PREFILL_ROWS, n - first)
@@ -150,6 +154,14 @@ def prefill_request(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: 
         part = queries[:, :, first : first + rows]
         parts.append(attend_masked(part, k[None, :, :last], v[None, :, :last], allowed, options)[0])
     return _grouped(torch.cat(parts, 1), heads)
+
+
+def attend_last(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Causal attention of the last of a request's tokens, whose GPU kernels need no mask in memory: q [B, Hq, n, D],
+    k [B, H, L, D], v [B, H, L, Dv] -> [B, Hq, n, Dv]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # not every kernel knows groups
+    return _sdpa(q, k, v, scale, attn_mask=causal_lower_right(q.shape[2], k.shape[2]))
 
 
 def attend_masked(
