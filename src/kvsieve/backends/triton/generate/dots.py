@@ -49,7 +49,7 @@ def suits(op: Op, own_dtypes: frozenset[str]) -> bool:
 def found(outputs: Sequence[Op], own_dtypes: frozenset[str]) -> tuple[list[Op], dict[int, int]]:
     """The contractions for tensor cores, and what axes of the sizes of their query rows are padded to.
 
-    None, if a field has an axis of such a size: it would be padded too, to many times what there is to load.
+    None suit if a field has an axis of such a size: it would be padded too, to many times what there is to load.
     """
     made = list(walk(outputs))
     suiting = [op for op in made if suits(op, own_dtypes)]

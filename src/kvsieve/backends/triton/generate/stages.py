@@ -101,7 +101,8 @@ class StagePlan:
         self._seen.add((id(op), stage))
         if id(op) in self._askable:
             self.stored_at[id(op)] = ASKED
-            self.asked += [op] * (op not in self.asked)
+            if op not in self.asked:
+                self.asked.append(op)
             return
         level = self.level(op)
         if op.kind == "fold":
