@@ -23,7 +23,8 @@ from kvsieve.integrations.transformers import GraphDecoder
 
 STEPS, WARM = 64, 4
 BUDGET = Budget(64, 1, 1)
-OURS = ("_attend_kernel", "_select_kernel", "_write_kernel", "_mass_kernel", "_evict_kernel", "_score_", "_summarize_")
+OURS = ("_attend_kernel", "_merge_kernel", "_select_kernel", "_bound_kernel", "_bitmap_kernel", "_write_kernel",
+        "_mass_kernel", "_evict_kernel", "_score_", "_summarize_")  # fmt: skip
 PRODUCTS = ("gemm", "gemv", "nvjet", "cutlass", "splitk")
 DENSE = ("flash", "fmha", "attention", "softmax")
 
