@@ -126,7 +126,7 @@ def run_random(seed: int) -> None:
     run_beside_float64(make_world(graphs, (1, 6, 0, 3), 2, seed=seed, device=DEVICE), close(1e-5))
 
 
-@pytest.mark.parametrize("seed", range(0, FLOWS, 50))
+@pytest.mark.parametrize("seed", range(0, FLOWS, 50 if INTERPRETED else 10))
 def test_some_random_flows(seed: int) -> None:
     run_random(seed)
 
