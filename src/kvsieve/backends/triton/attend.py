@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,7 +164,7 @@ def _deliver(
     present = each < group
     if SPLITS > 1:
         if whole:
-            _finish(acc, highest, total, sinks, out, lse, h, segment, group, each, dv, present, DV, SINKS)
+            _finish(acc, highest, total, sinks, out, lse, h, segment, group, each, dv, 0, present, DV, SINKS)
         else:
             base = (segment * splits + split) * group + each
             tl.store(part_lse + base, highest + tl.log(total), mask=present)
@@ -173,7 +174,7 @@ def _deliver(
                 mask=present[:, None] & (dv < DV)[None, :],
             )
     else:
-        _finish(acc, highest, total, sinks, out, lse, h, segment, group, each, dv, present, DV, SINKS)
+        _finish(acc, highest, total, sinks, out, lse, h, segment, group, each, dv, 0, present, DV, SINKS)
 
 
 @triton.jit
@@ -192,24 +193,25 @@ def _merge_kernel(
     P: tl.constexpr, DV: tl.constexpr, SINKS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr,
     PART: tl.constexpr, BLOCK_DV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one segment, if it has several. A kernel of its own: the last of the programs that made them
-    would have to wait for a fence, which takes longer."""
+    """Merge some columns of the parts of one segment, if it has several. A kernel of its own: the last of the programs
+    that made them would have to wait for a fence, which takes longer."""
     h = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + b)
     tokens = listed_tokens(tl.load(count + b), length, P)
     used = ((tokens + chunk - 1) // chunk).to(tl.int32)
-    dv = tl.arange(0, BLOCK_DV)
+    piece = tl.program_id(2)
+    dv = piece * BLOCK_DV + tl.arange(0, BLOCK_DV)
     wait_for_inputs(PDL)
     if used > 1:
-        _merge(part, part_lse, sinks, out, lse, h, b * heads + h, group, dv, used, splits, DV, SINKS, GROUP, SPLITS,
-               PART, BLOCK_DV)  # fmt: skip
+        _merge(part, part_lse, sinks, out, lse, h, b * heads + h, group, dv, piece, used, splits, DV, SINKS, GROUP,
+               SPLITS, PART, BLOCK_DV)  # fmt: skip
     let_next_start(PDL)
 
 
 @triton.jit
 def _merge(
-    part, part_lse, sinks, out, lse, h, segment, group, dv, used, splits,
+    part, part_lse, sinks, out, lse, h, segment, group, dv, piece, used, splits,
     DV: tl.constexpr, SINKS: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, PART: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -237,14 +239,15 @@ def _merge(
             here = first[None, :] + some[:, None] * group
             found = tl.load(part_lse + here, mask=held, other=float("-inf"))
             acc += tl.sum(_parts(part, here, held, dv, DV) * exp(found - base[None, :])[:, :, None], 0)
-    _finish(acc, highest, total, sinks, out, lse, h, segment, group, row, dv, real, DV, SINKS)
+    _finish(acc, highest, total, sinks, out, lse, h, segment, group, row, dv, piece, real, DV, SINKS)
 
 
 @triton.jit
 def _finish(
-    acc, highest, total, sinks, out, lse, h, segment, group, row, dv, real, DV: tl.constexpr, SINKS: tl.constexpr
-):
-    """Divide by the sum and store a segment's result."""
+    acc, highest, total, sinks, out, lse, h, segment, group, row, dv, piece, real,
+    DV: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Divide by the sum and store a segment's result; its lse with the first piece of its columns."""
     if SINKS:
         sink = tl.load(sinks + h * group + row, mask=real, other=float("-inf")).to(tl.float32)
         now = tl.maximum(highest, sink)
@@ -253,7 +256,7 @@ def _finish(
         acc = acc * fade[:, None]
         highest = now
     base = segment * group + row
-    tl.store(lse + base, highest + tl.log(total), mask=real)
+    tl.store(lse + base, highest + tl.log(total), mask=real & (piece == 0))
     tl.store(
         out + base[:, None] * DV + dv[None, :],
         (acc / total[:, None]).to(out.dtype.element_ty),
@@ -266,6 +269,8 @@ PARTS = {torch.float16: (32768, 2), torch.bfloat16: (1, 3)}
 far up, float16 keeps those bits of probabilities down to 2**-28, whose values may be large."""
 MERGED = 8192
 """Elements of the parts that are merged at a time."""
+MOST_PIECES = 4
+"""Programs that share the columns of a segment's merge, where the GPU has room for them."""
 MASS_TILE = 2048
 """Tokens whose mass a program that attends a whole list adds at a time."""
 ONE_TILE = 128
@@ -347,10 +352,14 @@ def attend(
         num_warps=shape.warps, **dependent_launch(q.device, heads * batch * shape.splits),
     )  # fmt: skip
     if shape.splits > 1:
-        each = power_of_two(group) * power_of_two(v_width, 16)
-        _merge_kernel[heads, batch](
+        pieces = min(MOST_PIECES, max(1, multiprocessors(q.device) // (heads * batch)))
+        columns = power_of_two(-(-v_width // pieces), 16)
+        programs = heads, batch, -(-v_width // columns)
+        each = power_of_two(group) * columns
+        shared["BLOCK_DV"] = columns
+        _merge_kernel[programs](
             selection.count, rows.lengths_tensor, options.sinks, out, lse, part, part_lse, *cut,
             GROUP=power_of_two(group), PART=min(power_of_two(shape.splits), max(1, MERGED // each)), **shared,
-            num_warps=4, **dependent_launch(q.device, heads * batch),
+            num_warps=4, **dependent_launch(q.device, math.prod(programs)),
         )  # fmt: skip
     return out, lse, raw if added is None else None
