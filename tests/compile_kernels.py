@@ -85,6 +85,7 @@ def cases() -> list[tuple[str, Any, dict[str, Any], int, str]]:
             "bf16",
         )
     )
+    made.append(("enter", store._enter_kernel, {"SIZES": (1, 80, 3000), "PDL": 2}, 1, "bf16"))
     for reduction in ("mean", "max"):
         constants = {"P": 5, "GROUP": 3, "BLOCK_P": 8, "PAGES": 64, "REDUCTION": reduction, "SUM": True, "PDL": 1}
         made.append((f"mass {reduction}", store._mass_kernel, constants, 2, "bf16"))
@@ -147,6 +148,8 @@ def main() -> int:
         types = signature(kernel, constants, dtype)
         if name.startswith("select"):
             types["recent"] = "i32"
+        if name == "enter":
+            types |= dict.fromkeys(("fields", "initial"), ("*fp32", "*bf16", "*i1")) | {"strides": ("i32",) * 6}
         if name.startswith(("lse", "columns")):
             types |= {"rows": "i32"} | ({"out": "*fp32"} if kernel is seed._columns_kernel else {})
         try:

@@ -210,7 +210,7 @@ class Call:
         writes, pool = plan.writes, state.pool
         for one in plan.trims:
             self.host.backend.trim(pool, one)
-        pool.enter(writes.entered)
+        self.host.backend.enter(pool, writes.entered)
         self.host.backend.store(None if state.graphs is None else state.flow, pool, writes, k, v)
         self.record.attended.add(layer)
 

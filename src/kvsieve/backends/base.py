@@ -117,6 +117,10 @@ class Backend(ABC):
         if writes.slots is not None:
             occupy(pool, *writes.slots)
 
+    def enter(self, pool: LayerPool, rows: torch.Tensor) -> None:
+        """Start the state of pages that entered a request: state rows [C], null ones among them."""
+        pool.enter(rows)
+
     def store(self, flow: Any, pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
         """:meth:`write`, then :meth:`summarize` the pages that it fills, if there is a flow."""
         self.write(pool, writes, k, v)

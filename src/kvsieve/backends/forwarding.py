@@ -32,6 +32,9 @@ class ForwardingBackend(Backend):
     def prepare(self, graphs: FlowGraphs, device: torch.device) -> Any:
         return self.inner.prepare(graphs, device)
 
+    def enter(self, pool: LayerPool, rows: torch.Tensor) -> None:
+        self.inner.enter(pool, rows)
+
     def write(self, pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
         self.inner.write(pool, writes, k, v)
 

@@ -37,7 +37,9 @@ class LayerPool:
     ) -> None:
         self.num_kv_heads, self.page_size, self.page_major = num_kv_heads, page_size, page_major
         self.dtype, self.device = dtype, device
-        self._initial = {name: initial_value(spec).to(device) for name, spec in state_fields.items()}
+        self.initial = {
+            name: initial_value(spec).to(device, spec.dtype or dtype) for name, spec in state_fields.items()
+        }
         self.k = self._storage(0, (page_size, head_dim), dtype)
         self.v = self._storage(0, (page_size, v_head_dim), dtype)
         self.summaries = {
@@ -78,7 +80,7 @@ class LayerPool:
         """Start the state of pages that entered a request at the flow's initial value."""
         if not len(rows):
             return  # most steps: nothing to launch
-        for name, value in self._initial.items():
+        for name, value in self.initial.items():
             self.state[name][:, rows] = value
 
     def rebase_mass(self, rows: torch.Tensor, factor: float) -> None:

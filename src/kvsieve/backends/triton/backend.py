@@ -22,7 +22,7 @@ from kvsieve.backends.triton.generate import (
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.backends.triton.seed import prompt_mass
 from kvsieve.backends.triton.select import select
-from kvsieve.backends.triton.store import Logits, add_mass, write
+from kvsieve.backends.triton.store import Logits, add_mass, enter, write
 from kvsieve.errors import ConfigError
 from kvsieve.graph import FlowGraphs
 from kvsieve.paging.pool import LayerPool
@@ -65,6 +65,9 @@ class TritonBackend(Backend):
 
     def prepare(self, graphs: FlowGraphs, device: torch.device) -> GeneratedFlow:
         return _generated(graphs)
+
+    def enter(self, pool: LayerPool, rows: torch.Tensor) -> None:
+        enter(pool, rows)
 
     def write(self, pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
         write(pool, writes, k, v)

@@ -65,6 +65,38 @@ def write(pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> 
     )  # fmt: skip
 
 
+@triton.jit
+def _enter_kernel(rows, fields, initial, strides, SIZES: tl.constexpr, PDL: tl.constexpr):
+    """The initial value of all state fields, for one row and head. Rows come from the host."""
+    row = tl.load(rows + tl.program_id(0)).to(tl.int64)
+    h = tl.program_id(1).to(tl.int64)
+    wait_for_inputs(PDL)
+    if row != 0:  # the null row is nobody's
+        for one in tl.static_range(len(SIZES)):
+            place = h * strides[2 * one] + row * strides[2 * one + 1]
+            _fill(fields[one] + place, initial[one], SIZES[one])
+    let_next_start(PDL)
+
+
+@triton.jit
+def _fill(target, source, SIZE: tl.constexpr):
+    BLOCK: tl.constexpr = triton.next_power_of_2(SIZE) if SIZE < 1024 else 1024
+    for first in range(0, SIZE, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        tl.store(target + at, tl.load(source + at, mask=at < SIZE, other=0), mask=at < SIZE)
+
+
+def enter(pool: LayerPool, rows: torch.Tensor) -> None:
+    """Start the state rows [C] at the flow's initial values."""
+    if len(rows) and pool.state:
+        fields, initial = tuple(pool.state.values()), tuple(pool.initial[name] for name in pool.state)
+        _enter_kernel[len(rows), pool.num_kv_heads](
+            rows, fields, initial, tuple(stride for field in fields for stride in field.stride()[:2]),
+            SIZES=tuple(value.numel() for value in initial),
+            num_warps=1, **dependent_launch(pool.device, when=ONCE_WAITED),
+        )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Logits:
     """What a step attended with: raw logits [B, H, G, K * p], lse [B, H, G], and how probabilities of a group become

@@ -31,7 +31,9 @@ class PagePool(LayerPool):
         self.num_kv_heads, self.pages, self.page_size, _ = k.shape
         self.page_major, self.dtype, self.device = True, k.dtype, k.device
         with torch.inference_mode(False):  # they outlive a forward pass
-            self._initial = {name: initial_value(spec).to(k.device) for name, spec in state_fields.items()}
+            self.initial = {
+                name: initial_value(spec).to(k.device, spec.dtype or k.dtype) for name, spec in state_fields.items()
+            }
             self.summaries = {name: self._made(spec, self.pages) for name, spec in summary_fields.items()}
             self.state = {name: self._made(spec, state_rows) for name, spec in state_fields.items()}
 
