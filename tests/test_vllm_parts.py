@@ -105,12 +105,15 @@ def _check_quota(
     [
         *(("eager", 3, 20, 5, False), ("eager", 7, 80, 1, False), ("compiled", 3, 20, 5, False)),
         *(("eager", 3, 20, 5, True), ("eager", 7, 80, 1, True), ("eager", 1, 64, 16, True)),
+        *(("triton", 3, 20, 5, True), ("triton", 7, 80, 1, True), ("triton", 1, 64, 16, True)),
     ],
 )
 def test_pages_of_the_cache_are_a_pool(
     backend: str, group: int, width: int, page_size: int, tokens_first: bool
 ) -> None:
     """The same tokens in a dense pool and in vLLM's blocks: the same summaries, scores, selection and output."""
+    if backend == "triton":
+        pytest.importorskip("triton")
     heads, share, batch, length = 2, 2, 2, 9 * page_size + 1
     draw = torch.Generator().manual_seed(1)
     flow, budget = load_flow(QUEST), Budget(2, 1, 1)

@@ -12,8 +12,8 @@ from kvsieve.backends.triton.generate.ir import Op
 
 @dataclass(frozen=True)
 class Argument:
-    """``source``: ``field``, ``field_head``, ``field_page`` (strides), ``input`` (of the window or the call),
-    ``constant``, ``scratch``, ``whole`` (scratch of all chunks together), ``chunks`` and ``pages`` (of a stage)."""
+    """``source``: ``field``, ``field_head``, ``field_page``, ``field_token`` (strides), ``input`` (of the window or the
+    call), ``constant``, ``scratch``, ``whole`` (scratch of all chunks together), ``chunks`` and ``pages`` (of a stage)."""
 
     name: str
     source: str

@@ -15,6 +15,8 @@ from kvsieve.mass import FIELDS as MASS_FIELDS
 if TYPE_CHECKING:
     from kvsieve.backends.triton.generate.printer import Printer
 
+TOKENS = ("k", "v")
+"""Fields whose first axis is the tokens of a page, which an engine may keep apart in memory."""
 STREAMED = 32
 """Elements per page from which on a field is a stream."""
 
@@ -27,9 +29,10 @@ def _load(
     statics: Sequence[int],
     rank: int,
     more: str = "",
+    outer: str = "",
 ) -> str:
-    """A load of contiguous static axes at places that have the axes of a tile."""
-    offsets, mask = printer.inner(statics, rank)
+    """A load of contiguous static axes at places that have the axes of a tile; ``outer``: another stride of the first."""
+    offsets, mask = printer.inner(statics, rank, outer)
     where = " + ".join(part for part in (pointer, *places, offsets) if part)
     cut = " & ".join(part for part in (*masks, mask) if part)
     return f"tl.load({where}, mask={cut}, other=0{more})" if cut else f"tl.load({where}{more})"
@@ -49,7 +52,8 @@ def field(printer: Printer, op: Op, shift: int) -> Tile:
         f"{printer.head(rank)} * {printer.arguments.add(f'{name}_head', 'field_head', name)}",
         f"{printer.page(rank, place)} * {printer.arguments.add(f'{name}_page', 'field_page', name)}",
     )
-    text = _load(printer, pointer, places, (printer.page(rank, valid),), op.statics, rank, _policy(op))
+    outer = printer.arguments.add(f"{name}_token", "field_token", name) if printer.apart and name in TOKENS else ""
+    text = _load(printer, pointer, places, (printer.page(rank, valid),), op.statics, rank, _policy(op), outer)
     text += f".to({TRITON_TYPES[op.dtype]})"
     text += " * mass_scale" if _scaled(printer, op) else ""
     return Tile(text, printer.full(op.statics))

@@ -105,9 +105,11 @@ class Kernel:
 @dataclass(frozen=True)
 class Form:
     """How values are laid out: ``wide``, all heads of a page in one tile; ``dot``, contractions on tensor cores, with
-    axes of some sizes padded further than to a power of two (``pads``)."""
+    axes of some sizes padded further than to a power of two (``pads``); ``apart``, tokens of a page with a stride of
+    their own."""
 
     wide: bool = False
+    apart: bool = False
     dot: frozenset[int] = frozenset()
     pads: Mapping[int, int] = field(default_factory=dict)
 
@@ -123,7 +125,15 @@ def print_stage(
 ) -> Kernel:
     """The kernel of stage ``number``."""
     printer = Printer(
-        plan, number, form.wide, frozenset(states), dict(scratch), summaries=summaries, dot=form.dot, pads=form.pads
+        plan,
+        number,
+        form.wide,
+        frozenset(states),
+        dict(scratch),
+        summaries=summaries,
+        dot=form.dot,
+        pads=form.pads,
+        apart=form.apart,
     )
     for one in ("blocks_ptr",) if summaries else ("widths_ptr", "requests_ptr"):
         printer.arguments.add(one, "input")

@@ -33,7 +33,8 @@ from kvsieve.ops import show
 class Printer:
     """One kernel's lines. ``wide``: all heads of a page in one tile, else one head at a time.
 
-    ``largest``: elements per page of the largest tile; ``fixed``: of the largest without pages.
+    ``largest``: elements per page of the largest tile; ``fixed``: of the largest without pages. ``apart``: the tokens
+    of a page of K or V do not follow each other in memory.
     """
 
     plan: StagePlan
@@ -50,6 +51,7 @@ class Printer:
     summaries: bool = False
     dot: frozenset[int] = frozenset()
     pads: Mapping[int, int] = field(default_factory=dict)
+    apart: bool = False
     dots: int = 0
     dot_rows: int = 0
     """Rows that a page has in the tensor-core product that has the fewest."""
@@ -221,8 +223,8 @@ class Printer:
 
     # Leaves
 
-    def inner(self, statics: Sequence[int], rank: int) -> tuple[str, str]:
-        """Offsets and mask of the contiguous axes of a field."""
+    def inner(self, statics: Sequence[int], rank: int, outer: str = "") -> tuple[str, str]:
+        """Offsets and mask of the contiguous axes of a field; ``outer``: the stride of the first, if it is another."""
         offsets: list[str] = []
         masks: list[str] = []
         stride = 1
@@ -230,7 +232,8 @@ class Printer:
             size = statics[axis]
             if size > 1:
                 index = f"tl.arange(0, {self.pad(size)}){axis_index(rank - len(statics) + axis, rank)}"
-                offsets.insert(0, index if stride == 1 else f"{index} * {stride}")
+                step: int | str = outer if outer and axis == 0 else stride
+                offsets.insert(0, index if step == 1 else f"{index} * {step}")
                 if self.pad(size) != size:
                     masks.insert(0, f"({index} < {size})")
             stride *= size

@@ -37,11 +37,13 @@ SHOWN_HEADS = 8
 @dataclass(frozen=True)
 class Variant:
     """What the kernels depend on beside the flow: KV heads, whether queries and pages are stored alike in 16 bits (then
-    tensor cores multiply them), and whether the heads of a page lie side by side."""
+    tensor cores multiply them), whether the heads of a page lie side by side, and whether the tokens of a page lie
+    apart, as in the cache of an engine that stores token by token."""
 
     heads: int = SHOWN_HEADS
     narrow: bool = True
     rows: bool = True
+    apart: bool = False
 
 
 class Generated:
@@ -100,10 +102,10 @@ class Generated:
             return print_stage(name, self.plan, number, self.scratch, self.states, form, self.summaries)
 
         if variant.narrow and self._dots:
-            kernel = print_as(Form(dot=frozenset(map(id, self._dots)), pads=self._pads))
+            kernel = print_as(Form(dot=frozenset(map(id, self._dots)), pads=self._pads, apart=variant.apart))
             if kernel.dots:
                 return kernel
-        kernel = print_as(Form())
+        kernel = print_as(Form(apart=variant.apart))
         if variant.rows and kernel.exact and is_wide(kernel, variant.heads):
             return print_as(Form(wide=True))
         return kernel
@@ -187,7 +189,7 @@ class ScoreProgram(Generated):
     @staticmethod
     def _variant(q: torch.Tensor, pool: LayerPool) -> Variant:
         narrow = q.dtype == pool.k.dtype and q.dtype in (torch.bfloat16, torch.float16)
-        return Variant(pool.num_kv_heads, narrow, _side_by_side(pool))
+        return Variant(pool.num_kv_heads, narrow, _side_by_side(pool), _apart(pool))
 
 
 class SummarizeProgram(Generated):
@@ -214,13 +216,18 @@ class SummarizeProgram(Generated):
 
     @staticmethod
     def _variant(pool: LayerPool) -> Variant:
-        return Variant(pool.num_kv_heads, False, _side_by_side(pool))
+        return Variant(pool.num_kv_heads, False, _side_by_side(pool), _apart(pool))
 
 
 def _side_by_side(pool: LayerPool) -> bool:
     """Whether all heads of a page are one contiguous row, in every field."""
     fields = (pool.k, pool.v, *pool.summaries.values(), *pool.state.values())
     return all(field.stride(0) == math.prod(field.shape[2:]) for field in fields)
+
+
+def _apart(pool: LayerPool) -> bool:
+    """Whether the tokens of a page of K or V do not follow each other in memory."""
+    return any(field.shape[2] > 1 and field.stride(2) != field.shape[3] for field in (pool.k, pool.v))
 
 
 def generate_score(graphs: FlowGraphs) -> ScoreProgram:

@@ -126,7 +126,8 @@ class Launch:
         if one.source == "constant":
             return self.built.constant(kernel, one.key, self.pool.k.device)
         stored = {"k": self.pool.k, "v": self.pool.v, **self.pool.summaries, **self.pool.state}[one.key]
-        return {"field": stored, "field_head": stored.stride(0), "field_page": stored.stride(1)}[one.source]
+        strides = {"field_head": stored.stride(0), "field_page": stored.stride(1), "field_token": stored.stride(2)}
+        return stored if one.source == "field" else strides[one.source]
 
 
 def dot_type(stored: torch.dtype) -> Any:
