@@ -1,4 +1,4 @@
-"""Plans a step of vLLM once for all layers of a cache group."""
+"""Plans a step of vLLM on a CPU once for all layers of a cache group."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, CPUAttentionMetadataBuilder
 
-from kvsieve.integrations.vllm.engine import Engine, engine_for
-from kvsieve.integrations.vllm.layer import SieveImpl, layer_index
-from kvsieve.integrations.vllm.limits import refuse_block_size, refuse_layer
-from kvsieve.integrations.vllm.mass import MassClock, StepMass
-from kvsieve.integrations.vllm.meaning import announce, logger
+from kvsieve.integrations.vllm.engine import engine_for
+from kvsieve.integrations.vllm.group import LayerGroup
+from kvsieve.integrations.vllm.mass import StepMass
 from kvsieve.integrations.vllm.plan import Batch, BatchPlan
 from kvsieve.integrations.vllm.prefill import KernelOptions, Prefill
-from kvsieve.integrations.vllm.requests import RequestRows
-from kvsieve.integrations.vllm.tally import Tally
 
 
 @dataclass
@@ -38,78 +34,30 @@ class SieveBuilder(CPUAttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.engine = engine_for(vllm_config)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        impls = {name: layer.impl for name, layer in layers.items()}
-        self.sparse: dict[str, SieveImpl] = {
-            name: impl for name, impl in impls.items() if isinstance(impl, SieveImpl) and impl.is_sparse(name)
-        }
-        self.dense = len(self.sparse) < len(layer_names)
-        self.requests: RequestRows | None = None
-        self.clock: MassClock | None = None
-        self.tally: Tally | None = None
-        if self.engine is not None and self.sparse:
-            self._start(self.engine, layers, vllm_config, device)
-
-    def _start(self, engine: Engine, layers: Any, vllm_config: Any, device: torch.device) -> None:
-        """Whatever can go wrong with a flow goes wrong here, before the first request."""
-        page_size = engine.settings.page_size
-        refuse_block_size(page_size, self.block_size)
-        rows = 0
-        if engine.stateful:
-            concurrent = vllm_config.scheduler_config.max_num_seqs * vllm_config.parallel_config.pipeline_parallel_size
-            pages = -(-vllm_config.model_config.max_model_len // page_size)
-            mass = engine.settings.flow.mass
-            seeded = mass is not None and mass.seed != "none"
-            self.requests = RequestRows(concurrent, pages, page_size, self.block_size, seeded)
-            rows = self.requests.total
-            if mass is not None:
-                self.clock = MassClock(mass, self.requests.rows, page_size, self.block_size)
-        for name, impl in self.sparse.items():
-            refuse_layer(name, layers[name])
-            impl.prepare(layer_index(name), rows, device)
-        self.tally = Tally([impl.kind(self.dtype) for impl in self.sparse.values()], engine.counters)
-        announce(engine, self.sparse, layers, rows, self.dtype)
+        self.group = LayerGroup(engine_for(vllm_config), layers, vllm_config, self.block_size, self.dtype, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> CPUAttentionMetadata:
-        if self.engine is None or not self.sparse:
+        engine = self.group.engine
+        if engine is None:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata = self._metadata(common_prefix_len, common_attn_metadata, fast_build)
         batch = batch_of(common_attn_metadata)
-        plan = metadata.plan = BatchPlan(batch, self.engine.settings.page_size, self.block_size)
-        if self.requests is not None:
-            self._follow(self.requests, batch, metadata)
+        plan = metadata.plan = BatchPlan(batch, engine.settings.page_size, self.block_size)
+        metadata.mass = self.group.follow(batch, plan)
         if plan.prefilling is not None:
             options = KernelOptions(
                 self.num_heads, self.num_kv_heads, self.head_dim, self.block_size, self.dtype, self.isa
             )
             metadata.prefill = Prefill(batch, plan.prefilling, options)
-        assert self.tally is not None
-        if self.tally.count(plan, len(batch.slots)):
-            metadata.audited = self._audited(self.engine)
-            if self.engine.counters.sparse_steps == 1:
-                logger.info("kvsieve: the first sparse step; from now on longer requests attend a selection")
+        metadata.audited = self.group.count(plan, len(batch.slots))
         return metadata
-
-    def _follow(self, requests: RequestRows, batch: Batch, metadata: SieveMetadata) -> None:
-        """Give the step's requests their state, and their mass its decay."""
-        plan = metadata.plan
-        assert plan is not None
-        state = requests.step(batch, plan)
-        if state is None:
-            return
-        plan.entered = state.entered
-        if self.clock is not None:
-            metadata.mass = self.clock.step(batch, plan, state)
-        if plan.decoding is not None:
-            plan.decoding.state = state.first[: len(plan.decoding.places)]
-            plan.decoding.mass_scale = metadata.mass.scale if metadata.mass else None
 
     def _metadata(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool) -> SieveMetadata:
         """vLLM's part; its schedule of dense attention only if some layer needs it."""
-        if self.dense:
+        if self.group.dense:
             return SieveMetadata(**vars(super().build(common_prefix_len, common, fast_build)))
         return SieveMetadata(
             num_actual_tokens=common.num_actual_tokens,
@@ -121,11 +69,6 @@ class SieveBuilder(CPUAttentionMetadataBuilder):
             slot_mapping=common.slot_mapping,
             scheduler_metadata=None,
         )
-
-    def _audited(self, engine: Engine) -> str | None:
-        """The layer that is audited in this sparse step."""
-        every, steps = engine.settings.audit_every, engine.counters.sparse_steps
-        return list(self.sparse)[steps // every % len(self.sparse)] if every and steps % every == 0 else None
 
 
 def batch_of(common: CommonAttentionMetadata) -> Batch:

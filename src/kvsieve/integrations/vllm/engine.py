@@ -11,9 +11,10 @@ from kvsieve.backends import Backend, get_backend
 from kvsieve.backends.base import Selection
 from kvsieve.flow import extra_parameters
 from kvsieve.graph import FlowGraphs, Geometry
-from kvsieve.integrations.vllm.cache import CachePool
+from kvsieve.integrations.vllm.cache import PagePool
 from kvsieve.integrations.vllm.config import Settings, settings_from
 from kvsieve.integrations.vllm.counters import Counters, export
+from kvsieve.integrations.vllm.fixed import FixedDecoding
 from kvsieve.integrations.vllm.limits import refuse_what_vllm_lacks
 from kvsieve.integrations.vllm.plan import Decoding
 from kvsieve.layers import Layers
@@ -26,8 +27,8 @@ class Recorder(Protocol):
     def step(
         self,
         impl: Any,
-        pool: CachePool,
-        rows: Decoding,
+        pool: PagePool,
+        rows: Decoding | FixedDecoding,
         quota: Quota,
         q: torch.Tensor,
         scores: torch.Tensor | None,
@@ -41,7 +42,7 @@ class Recorder(Protocol):
         ``mass_scales`` [R]: what stored mass is multiplied by after it, if there is mass.
         """
 
-    def prompt(self, impl: Any, pool: CachePool, pages: torch.Tensor, length: int, q: torch.Tensor) -> None:
+    def prompt(self, impl: Any, pool: PagePool, pages: torch.Tensor, length: int, q: torch.Tensor) -> None:
         """Prompt queries [n, H, G, D] that seed mass, the last of a request's ``length`` tokens in ``pages``."""
 
 

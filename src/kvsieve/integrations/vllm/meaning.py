@@ -12,20 +12,20 @@ from kvsieve.flow import flow_name
 
 if TYPE_CHECKING:
     from kvsieve.integrations.vllm.engine import Engine
-    from kvsieve.integrations.vllm.layer import SieveImpl
+    from kvsieve.integrations.vllm.flowlayer import FlowLayer
 
 logger = logging.getLogger("vllm.kvsieve")
 EXAMPLE_TOKENS = 4096
 
 
 def announce(
-    engine: Engine, sparse: Mapping[str, SieveImpl], layers: Mapping[str, Any], state_rows: int, dtype: torch.dtype
+    engine: Engine, sparse: Mapping[str, FlowLayer], layers: Mapping[str, Any], state_rows: int, dtype: torch.dtype
 ) -> None:
     """Log, once for a group of layers, what is attended, what it saves and what memory it takes."""
     logger.info("%s", describe(engine, sparse, len(layers), state_rows, dtype))
 
 
-def describe(engine: Engine, sparse: Mapping[str, SieveImpl], layers: int, state_rows: int, dtype: torch.dtype) -> str:
+def describe(engine: Engine, sparse: Mapping[str, FlowLayer], layers: int, state_rows: int, dtype: torch.dtype) -> str:
     """The line that :func:`announce` logs."""
     settings = engine.settings
     page = settings.page_size

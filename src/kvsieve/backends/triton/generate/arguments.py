@@ -13,7 +13,7 @@ from kvsieve.backends.triton.generate.ir import Op
 @dataclass(frozen=True)
 class Argument:
     """``source``: ``field``, ``field_head``, ``field_page``, ``field_token`` (strides), ``input`` (of the window or the
-    call), ``constant``, ``scratch``, ``whole`` (scratch of all chunks together), ``chunks`` and ``pages`` (of a stage)."""
+    call), ``constant``, ``scratch``, ``whole`` (scratch of all chunks together), ``chunks``, ``pages`` (of a stage)."""
 
     name: str
     source: str

@@ -31,7 +31,7 @@ def _load(
     more: str = "",
     outer: str = "",
 ) -> str:
-    """A load of contiguous static axes at places that have the axes of a tile; ``outer``: another stride of the first."""
+    """A load of contiguous static axes at places that have the axes of a tile; ``outer``: the stride of the first."""
     offsets, mask = printer.inner(statics, rank, outer)
     where = " + ".join(part for part in (pointer, *places, offsets) if part)
     cut = " & ".join(part for part in (*masks, mask) if part)

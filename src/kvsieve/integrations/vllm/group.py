@@ -1,0 +1,98 @@
+"""Plans a step of vLLM once for all layers of a cache group: what does not depend on vLLM's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvsieve.integrations.vllm.engine import Engine
+from kvsieve.integrations.vllm.flowlayer import FlowLayer, layer_index
+from kvsieve.integrations.vllm.limits import refuse_block_size, refuse_layer
+from kvsieve.integrations.vllm.mass import MassClock, StepMass
+from kvsieve.integrations.vllm.meaning import announce, logger
+from kvsieve.integrations.vllm.plan import Batch, BatchPlan
+from kvsieve.integrations.vllm.requests import RequestRows
+from kvsieve.integrations.vllm.tally import Tally
+
+
+class LayerGroup:
+    """Layers of an engine that share their metadata, those of them that run the flow (``sparse``), and whose state is
+    whose.
+
+    Whatever can go wrong with a flow goes wrong here, before the first request.
+
+    Args:
+        layers: vLLM's, by name.
+
+    Raises:
+        ConfigError: a layer that the flow cannot run on, pages that do not divide the blocks.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | None,
+        layers: Mapping[str, Any],
+        vllm_config: Any,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._engine = engine
+        impls = {name: layer.impl for name, layer in layers.items()}
+        self.sparse: dict[str, FlowLayer] = {
+            name: impl for name, impl in impls.items() if isinstance(impl, FlowLayer) and impl.is_sparse(name)
+        }
+        self.dense = len(self.sparse) < len(layers)
+        self.requests: RequestRows | None = None
+        self.clock: MassClock | None = None
+        if engine is None or not self.sparse:
+            return
+        page_size = engine.settings.page_size
+        refuse_block_size(page_size, block_size)
+        rows = self._follow_requests(engine, vllm_config, block_size) if engine.stateful else 0
+        for name, impl in self.sparse.items():
+            refuse_layer(name, layers[name])
+            impl.prepare(layer_index(name), rows, device)
+        self._tally = Tally([impl.kind(dtype) for impl in self.sparse.values()], engine.counters)
+        announce(engine, self.sparse, layers, rows, dtype)
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, if some layer runs its flow."""
+        return self._engine if self.sparse else None
+
+    def _follow_requests(self, engine: Engine, vllm_config: Any, block_size: int) -> int:
+        """Make room for state; how many rows of it there are."""
+        page_size, mass = engine.settings.page_size, engine.settings.flow.mass
+        concurrent = vllm_config.scheduler_config.max_num_seqs * vllm_config.parallel_config.pipeline_parallel_size
+        pages = -(-vllm_config.model_config.max_model_len // page_size)
+        seeded = mass is not None and mass.seed != "none"
+        self.requests = RequestRows(concurrent, pages, page_size, block_size, seeded)
+        if mass is not None:
+            self.clock = MassClock(mass, self.requests.rows, page_size, block_size)
+        return self.requests.total
+
+    def follow(self, batch: Batch, plan: BatchPlan) -> StepMass | None:
+        """Give the step's requests their state, and their mass its decay; without state do nothing."""
+        state = self.requests.step(batch, plan) if self.requests is not None else None
+        if state is None:
+            return None
+        plan.entered = state.entered
+        mass = self.clock.step(batch, plan, state) if self.clock is not None else None
+        if plan.decoding is not None:
+            plan.decoding.state = state.first[: len(plan.decoding.places)]
+            plan.decoding.mass_scale = mass.scale if mass else None
+        return mass
+
+    def count(self, plan: BatchPlan, tokens: int) -> str | None:
+        """Count a step of so many tokens; the layer that is audited in it, if any."""
+        engine = self.engine
+        assert engine is not None
+        if not self._tally.count(plan, tokens):
+            return None
+        every, steps = engine.settings.audit_every, engine.counters.sparse_steps
+        if steps == 1:
+            logger.info("kvsieve: the first sparse step; from now on longer requests attend a selection")
+        return list(self.sparse)[steps // every % len(self.sparse)] if every and steps % every == 0 else None
