@@ -7,17 +7,13 @@ import random
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from kvsieve import Budget
-from kvsieve.integrations.vllm.fixed import (
-    DecodeMemory,
-    FixedDecoding,
-    decode_places,
-    filled_pages,
-    is_sparse,
-)
-from kvsieve.integrations.vllm.plan import BatchPlan, Decoding
+from kvsieve.integrations.vllm.fixed import DecodeMemory, FixedDecoding, filled_pages, is_sparse
+from kvsieve.integrations.vllm.plan import Batch, BatchPlan, Decoding
 from test_vllm_parts import random_batch
-from vllm_cuda_world import Cache, around
+from vllm_cuda_world import Cache, World, around
 
 BUDGETS = [Budget(2), Budget(0, 0, 1, 0.3), Budget(7, 3, 4, 0.125), Budget(0, 1, 2)]
 SIZES = [(1, 16), (5, 15), (16, 32), (16, 48), (33, 33)]
@@ -70,13 +66,11 @@ def _same_plan(fixed: FixedDecoding, exact: Decoding, budget: Budget, real: int)
 
 
 @pytest.mark.parametrize(("page", "block"), SIZES)
-def test_what_a_mixed_step_fills_and_decodes(page: int, block: int) -> None:
+def test_what_a_mixed_step_fills(page: int, block: int) -> None:
     draw = random.Random(page)
     for _ in range(30):
         batch, lengths, *_ = random_batch(draw, block, draw.randint(1, 6))
         exact = BatchPlan(batch, page, block)
-        places = decode_places(batch)
-        assert places.tolist() == ([] if exact.decoding is None else exact.decoding.places.tolist())
         padded = torch.cat([batch.slots, torch.full((draw.randint(0, 3),), -1)])
         filled = filled_pages(padded, page, len(lengths))
         assert filled[filled > 0].tolist() == exact.filled.tolist()
@@ -87,3 +81,59 @@ def test_whether_anything_is_left_out() -> None:
     asked = [(Budget(2, 1, 1), True), (Budget(5, 1, 1), False)]
     assert [is_sparse(asked, length, 4) for length in (1, 16, 17)] == [False, False, True]
     assert not is_sparse(asked[1:], 28, 4) and is_sparse(asked[1:], 29, 4)
+
+
+QUEST = "gqa_quest_sparse_attention"
+SMALL = {"topk": 2, "sink": 1, "recent": 1}
+CASES = [  # flow, budget, page, block, heads, group, width, dtype
+    (QUEST, SMALL, 16, 32, 2, 3, 20, torch.float32),
+    (QUEST, SMALL, 16, 48, 1, 7, 80, torch.float16),
+    (QUEST, {"topk": 3, "sink": 2, "recent": 2}, 1, 16, 2, 3, 20, torch.float32),
+    ("gqa_block_sparse_attention", {"ratio": 0.3, "sink": 0, "recent": 1}, 5, 15, 3, 3, 20, torch.float16),
+    ("gqa_h2o_sparse_attention", SMALL, 16, 16, 2, 4, 64, torch.float16),
+    ("streaming_llm", {"sink": 1, "recent": 2}, 33, 33, 2, 7, 20, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("flow", "budget", "page", "block", "heads", "group", "width", "dtype"), CASES, ids=str)
+def test_a_captured_step_serves_later_batches(
+    flow: str,
+    budget: dict,
+    page: int,
+    block: int,
+    heads: int,
+    group: int,
+    width: int,
+    dtype: torch.dtype,
+) -> None:
+    """Captured on a dummy batch; then the same objects run batches of other requests at other lengths, as a graph does.
+
+    Every step is held against the float64 reference: around the ends of pages, blocks and the budget, with blocks that
+    hold what an ended request has left there, tables full of old numbers, and padding.
+    """
+    kept = Budget(**{"topk": 0, **budget})
+    lengths = around(page, block, kept)
+    cache = Cache(heads, width, block, 60 + sum(lengths) // block, dtype)
+    world = World({"flow": flow, "budget": budget, "page_size": page}, cache, group, longest=lengths[-1] + 2 * block)
+    dummy = Batch(
+        torch.arange(7, dtype=torch.int32),
+        torch.ones(6, dtype=torch.int32),
+        torch.zeros(6, dtype=torch.bool),
+        torch.zeros(6, world.columns, dtype=torch.int32),
+        torch.full((6,), -1),
+    )
+    captured = world.planner.captured(world.facts(dummy))
+    draw = random.Random(page)
+    live = [world.admit(length - 1) for length in lengths]
+    for _ in range(4):
+        some = draw.sample(live, min(len(live), draw.randint(3, 6)))
+        batch = cache.step(some, 6, world.columns)
+        world.planner.step(world.facts(batch))
+        out = world.run(captured, 6)
+        assert not out[: len(some)].isnan().any() and not out[len(some) :].any(), "padding is 0"
+        gone = live.pop(draw.randrange(len(live)))
+        cache.end(gone)
+        live.append(world.admit(draw.choice(lengths) - 1))
+    seen = world.oracle.numbers
+    assert seen.checked["output"] >= 12 * heads and seen.selections > 3
+    assert world.engine.counters.sparse_rows > 3

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from kvsieve import Budget
+from kvsieve.integrations.vllm.config import parse
+from kvsieve.integrations.vllm.engine import Engine
+from kvsieve.integrations.vllm.group import LayerGroup
 from kvsieve.integrations.vllm.plan import Batch
+from kvsieve.integrations.vllm.planner import Facts, Step, StepPlanner
+from kvsieve.integrations.vllm.tokenmajor import TokenMajorLayer
+from kvsieve.verify.engine_steps import StepOracle
 
 
 @dataclass
@@ -47,7 +55,7 @@ class Cache:
         while len(table) * self.block_size < first + count:
             table.append(self.free.pop(0))
         at = torch.arange(first, first + count)
-        slots = torch.tensor(table)[at // self.block_size] * self.block_size + at % self.block_size
+        slots = torch.tensor(table, dtype=torch.int64)[at // self.block_size] * self.block_size + at % self.block_size
         values = torch.randn(count, self.heads, 2 * self.width, generator=self.draw).to(self.dtype)
         self.memory.flatten(0, 1)[slots] = values
         self.lengths[request] += count
@@ -62,9 +70,17 @@ class Cache:
         """K and V [T, D] of a request."""
         length = self.lengths[request]
         at = torch.arange(length)
-        slots = torch.tensor(self.tables[request])[at // self.block_size] * self.block_size + at % self.block_size
+        slots = torch.tensor(self.tables[request], dtype=torch.int64)[at // self.block_size] * self.block_size + at % self.block_size
         found = self.memory.flatten(0, 1)[slots, head]
         return found[:, : self.width], found[:, self.width :]
+
+    def chunk(self, request: int, count: int, columns: int) -> Batch:
+        """Part of a prompt, stored: what vLLM says of it."""
+        slots = self.grow(request, count)
+        table = torch.zeros(1, columns, dtype=torch.int32)
+        table[0, : len(self.tables[request])] = torch.tensor(self.tables[request], dtype=torch.int32)
+        length = torch.tensor([self.lengths[request]], dtype=torch.int32)
+        return Batch(torch.tensor([0, count], dtype=torch.int32), length, torch.tensor([True]), table, slots)
 
     def step(self, requests: list[int], rows: int, columns: int) -> Batch:
         """Each request gets a token: what vLLM says of that, padded to so many rows, its table full of old numbers."""
@@ -84,3 +100,90 @@ def around(page: int, block: int, budget: Budget) -> list[int]:
     """Lengths about the ends of pages, blocks and the budget."""
     edges = {page, block, 2 * block, budget.kept(1) * page, (budget.kept(1) + 1) * page}
     return sorted({max(2, edge + more) for edge in edges for more in (-1, 0, 1)})
+
+
+class Layer(TokenMajorLayer):
+    """A layer of vLLM without vLLM."""
+
+    alibi_slopes = None
+    kv_sharing_target_layer_name = None
+    attn_type = "decoder"
+
+    def __init__(self, engine: Engine, cache: Cache, group: int, softcap: float | None = None, sinks: bool = False):
+        self.num_kv_heads, self.num_heads, self.head_size = cache.heads, cache.heads * group, cache.width
+        self.scale, self.sliding_window, self.logits_soft_cap = cache.width**-0.5, (-1, -1), softcap
+        self.sinks = torch.randn(self.num_heads, generator=cache.draw) if sinks else None
+        self.join(engine)
+
+
+class World:
+    """One layer, its cache and its planner, watched by the oracle."""
+
+    NAME = "layers.0.attn"
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        cache: Cache,
+        group: int,
+        *,
+        longest: int,
+        rows: int = 8,
+        graphs: bool = True,
+        **options: Any,
+    ) -> None:
+        self.engine = Engine(parse({"backend": "triton", **settings}))
+        self.cache, self.longest = cache, longest
+        self.layer = Layer(self.engine, cache, group, **options)
+        vllm_layer = SimpleNamespace(impl=self.layer, head_size=cache.width)
+        config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=rows),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+            model_config=SimpleNamespace(max_model_len=longest),
+        )
+        device = torch.device("cpu")
+        self.group = LayerGroup(self.engine, {self.NAME: vllm_layer}, config, cache.block_size, cache.dtype, device)
+        self.planner = StepPlanner(self.group, rows, longest, cache.block_size, graphs, device)
+        self.engine.recorder = self.oracle = StepOracle([0])
+
+    def admit(self, length: int) -> int:
+        """A request whose prompt vLLM attends: its pages are summarized, chunk by chunk."""
+        request = self.cache.admit(0)
+        for count in (length // 3, length - length // 3):
+            if count:
+                batch = self.cache.chunk(request, count, self.columns)
+                step = self.planner.step(self.facts(batch))
+                assert count == 1 or (step.decoding is None and step.dense is not None)
+                self.layer.prepare_step(self.cache.tensor, step, self.queries(count))
+        return request
+
+    @property
+    def columns(self) -> int:
+        """Of vLLM's block table."""
+        return -(-self.longest // self.cache.block_size)
+
+    def queries(self, tokens: int) -> torch.Tensor:
+        """Random queries, as a part of a wider row."""
+        both = torch.randn(tokens, 2 * self.layer.num_heads, self.cache.width, generator=self.cache.draw)
+        return both[:, : self.layer.num_heads].to(self.cache.dtype)
+
+    def facts(self, batch: Batch) -> Facts:
+        """What the planner is told of a batch."""
+        return Facts(
+            batch.starts,
+            batch.lengths,
+            batch.prefilling,
+            int(batch.lengths.max()),
+            len(batch.slots),
+            batch.lengths,
+            batch.blocks,
+            batch.slots,
+        )
+
+    def run(self, step: Step, tokens: int, q: torch.Tensor | None = None) -> torch.Tensor:
+        """Attend the rows of a step that the flow decides: out [T, Hq, D], NaN in other rows."""
+        q = self.queries(tokens) if q is None else q
+        out = torch.full(q.shape, float("nan"), dtype=q.dtype)
+        pool = self.layer.prepare_step(self.cache.tensor, step, q)
+        self.layer.decode_step(pool, step, self.NAME, q, out)
+        return out

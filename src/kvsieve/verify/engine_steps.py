@@ -63,9 +63,14 @@ class StepOracle:
         """
         if impl.index not in self.layers:
             return
-        scored = {} if quota.window is None else {int(r): i for i, r in enumerate(quota.window.requests)}
+        scored = {}
+        if quota.window is not None:  # a window of fixed size lists rows that are not scored, of no pages
+            listed = zip(quota.window.requests.tolist(), quota.window.widths.tolist(), strict=True)
+            scored = {row: place for place, (row, width) in enumerate(listed) if width}
         known, after = self._known[impl.index], []
         for row, length in enumerate(rows.lengths.tolist()):
+            if not length:  # padding
+                continue
             pages = rows.table[row, : -(-length // pool.page_size)]
             k, v = (field[:, pages].flatten(1, 2)[:, :length].clone() for field in (pool.k, pool.v))
             request = self._find(known, k) or self._new(impl, pool, pages, k, v)
@@ -75,7 +80,7 @@ class StepOracle:
             width = len(pages) - quota.sink - quota.recent
             for head, twin in enumerate(request.twins):
                 found = None if scores is None or row not in scored else scores[scored[row], head, :width]
-                listed = selection.pages[row, head, : int(selection.count[row])].tolist()
+                chosen = selection.pages[row, head, : int(selection.count[row])].tolist()
                 twin.step(
                     self.numbers,
                     q[row, head],
@@ -83,7 +88,7 @@ class StepOracle:
                     v[head, -1],
                     page_by_page(pool.summaries, head, pages[: length // pool.page_size]),
                     _state(pool, head, states),
-                    StepResult(out[row, head], lse[row, head], listed, found),
+                    StepResult(out[row, head], lse[row, head], chosen, found),
                 )
                 self._check_storage(pool, twin, head, pages, states)
                 if twin.mass and mass_scales is not None and states is not None:

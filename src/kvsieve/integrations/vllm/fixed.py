@@ -8,12 +8,10 @@ is for flows without state.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 
 from kvsieve.budget import Budget
-from kvsieve.integrations.vllm.plan import Batch
 from kvsieve.plan import Quota, Rows
 from kvsieve.window import Window
 
@@ -36,6 +34,7 @@ class DecodeMemory:
         self.table = torch.zeros(rows, blocks * self.share, dtype=torch.int64, device=device)
         self.lengths, self.pages, self.filled = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3))
         self.requests = torch.arange(rows, device=device)
+        self.there = torch.zeros(rows, dtype=torch.bool, device=device)
         self.within = torch.arange(self.share, device=device)
         self._by_budget: dict[Budget, torch.Tensor] = {}
 
@@ -70,6 +69,9 @@ class FixedDecoding:
         longest: tokens that no request exceeds.
         asked: under what budgets layers will attend.
         tokens: [R] places in the flat token axis; None: all of it, in order.
+
+    Attributes:
+        there: bool [R]: which rows are requests.
     """
 
     def __init__(
@@ -85,6 +87,8 @@ class FixedDecoding:
         self.count, self.longest = len(lengths), -(-longest // memory.page_size)
         self.lengths, self.pages = memory.lengths[: self.count], memory.pages[: self.count]
         self.lengths.copy_(lengths)
+        self.there, self.state = memory.there[: self.count], None
+        torch.gt(lengths, 0, out=self.there)
         torch.div(self.lengths + (self.page_size - 1), self.page_size, rounding_mode="floor", out=self.pages)
         self.table = memory.fill_table(blocks, self.longest)
         self.rows = Rows((), (), (), self.table, self.lengths)
@@ -128,26 +132,10 @@ class FixedDecoding:
         )
 
 
-@dataclass(frozen=True)
-class FixedPlan:
-    """A step: rows that the flow decides (None if there are none), the pages that it fills [C], null ones among them,
-    and whether vLLM attends other rows."""
-
-    decoding: FixedDecoding | None
-    filled: torch.Tensor
-    dense: bool
-
-
 def is_sparse(asked: Iterable[Asked], longest: int, page_size: int) -> bool:
     """Whether a request of so many tokens would leave pages out under some budget."""
     pages = -(-longest // page_size)
     return any(pages > budget.kept(pages) for budget, _ in asked)
-
-
-def decode_places(batch: Batch) -> torch.Tensor:
-    """Places of the requests that take one token on a past, of a batch that the host holds: int64 [R]."""
-    counts = batch.starts[1:] - batch.starts[:-1]
-    return ((counts == 1) & ~batch.prefilling & (batch.lengths > 1)).nonzero().flatten()
 
 
 def filled_pages(slots: torch.Tensor, page_size: int, requests: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ age``; a step multiplies nothing, and rebases before numbers grow too large.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -47,6 +47,18 @@ class StepMass:
     scale: torch.Tensor | None
     rows: MassRows | None
     counts: bool = False
+
+    def to(self, device: torch.device) -> StepMass:
+        """The same on another device."""
+        prompts, committed = (
+            [replace(one, pages=one.pages.to(device), rows=one.rows.to(device)) for one in some]
+            for some in (self.prompts, self.committed)
+        )
+        rows = self.rows
+        if rows is not None:
+            rows = replace(rows, table=rows.table.to(device), unit=rows.unit.to(device))
+        scale = None if self.scale is None else self.scale.to(device)
+        return StepMass(prompts, committed, scale, rows, self.counts)
 
     def scales_after(self) -> list[float] | None:
         """What the decoding rows' stored mass is multiplied by after the step."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,6 +47,16 @@ class Decoding:
         self.state: torch.Tensor | None = None
         self.mass_scale: torch.Tensor | None = None
         self._quotas: dict[tuple[Budget, bool, bool], Quota] = {}
+
+    def to(self, device: torch.device) -> Decoding:
+        """The same rows on another device."""
+        moved = copy(self)
+        for name in ("places", "tokens", "lengths", "pages", "table", "state", "mass_scale"):
+            value = getattr(self, name)
+            setattr(moved, name, None if value is None else value.to(device))
+        moved.rows = replace(self.rows, table=moved.table, lengths_tensor=moved.lengths)
+        moved._quotas = {}
+        return moved
 
     def _physical_pages(self, blocks: torch.Tensor, everything: bool, share: int) -> torch.Tensor:
         width = int(self.pages.max())
