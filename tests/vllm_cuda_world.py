@@ -70,7 +70,10 @@ class Cache:
         """K and V [T, D] of a request."""
         length = self.lengths[request]
         at = torch.arange(length)
-        slots = torch.tensor(self.tables[request], dtype=torch.int64)[at // self.block_size] * self.block_size + at % self.block_size
+        slots = (
+            torch.tensor(self.tables[request], dtype=torch.int64)[at // self.block_size] * self.block_size
+            + at % self.block_size
+        )
         found = self.memory.flatten(0, 1)[slots, head]
         return found[:, : self.width], found[:, self.width :]
 

@@ -7,13 +7,16 @@ The package has an entry point ``vllm.general_plugins``: vLLM calls :func:`regis
 from __future__ import annotations
 
 BACKEND = "kvsieve.integrations.vllm.backend.SieveBackend"
+CUDA_BACKEND = "kvsieve.integrations.vllm.cuda.SieveFlashBackend"
 
 
 def register() -> None:
-    """Put the backend in place of vLLM's CPU attention; may be called more than once. Other platforms stay as is."""
+    """Put the backend in place of vLLM's CPU attention, and offer the one for CUDA as ``CUSTOM``; may be called more
+    than once. Other platforms stay as is."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    register_backend(AttentionBackendEnum.CUSTOM, CUDA_BACKEND)
 
 
 def stats() -> dict[str, float]:

@@ -38,19 +38,25 @@ class Settings:
         return self.layer_budgets.get(layer, self.budget)
 
 
-def settings_from(additional_config: Any) -> Settings | None:
-    """The settings in vLLM's ``additional_config``; None if there are none: the plug-in then changes nothing.
+def default_backend(device: str) -> str:
+    """What runs flows on a type of device unless the settings say otherwise."""
+    return "triton" if device == "cuda" else "compiled"
+
+
+def settings_from(additional_config: Any, device: str = "cpu") -> Settings | None:
+    """The settings in vLLM's ``additional_config`` for a type of device; None if there are none: the plug-in then
+    changes nothing.
 
     Raises:
         ConfigError: with expected, received and the remedy.
     """
     if not isinstance(additional_config, Mapping) or KEY not in additional_config:
         return None
-    return parse(additional_config[KEY])
+    return parse(additional_config[KEY], device)
 
 
-def parse(options: Any) -> Settings:
-    """Settings from the JSON object ``{"flow": ..., "budget": {...}, ...}``.
+def parse(options: Any, device: str = "cpu") -> Settings:
+    """Settings for a type of device from the JSON object ``{"flow": ..., "budget": {...}, ...}``.
 
     Raises:
         ConfigError: with expected, received and the remedy.
@@ -74,7 +80,7 @@ def parse(options: Any) -> Settings:
         _layer(key, "layer_budgets"): _budget(value, f"{KEY}.layer_budgets.{key}", flow, page_size)
         for key, value in per_layer.items()
     }
-    backend = options.get("backend", "compiled")
+    backend = options.get("backend", default_backend(device))
     if backend not in backend_names():
         raise UnknownName(f"{KEY}.backend", str(backend), backend_names())
     audit = options.get("audit_every", 0)

@@ -15,7 +15,7 @@ from kvsieve.integrations.vllm.cache import PagePool
 from kvsieve.integrations.vllm.config import Settings, settings_from
 from kvsieve.integrations.vllm.counters import Counters, export
 from kvsieve.integrations.vllm.fixed import FixedDecoding
-from kvsieve.integrations.vllm.limits import refuse_what_vllm_lacks
+from kvsieve.integrations.vllm.limits import refuse_backend, refuse_what_vllm_lacks
 from kvsieve.integrations.vllm.plan import Decoding
 from kvsieve.layers import Layers
 from kvsieve.plan import Quota
@@ -63,6 +63,12 @@ class Engine:
         """Whether the flow keeps state of requests."""
         return self.settings.flow.init_state is not None or self.settings.flow.mass is not None
 
+    @property
+    def capturable(self) -> bool:
+        """Whether decode steps can be CUDA graphs: their kernels take no number from the host, and no state has to be
+        followed there."""
+        return self.settings.backend == "triton" and not self.stateful
+
     def flow_for(
         self, layer: int, head_dim: int, group: int, scale: float, device: torch.device
     ) -> tuple[FlowGraphs, Any]:
@@ -94,10 +100,12 @@ def engine_for(vllm_config: Any) -> Engine | None:
     """
     name = vllm_config.instance_id
     if name not in _ENGINES:
-        settings = settings_from(vllm_config.additional_config)
+        device = vllm_config.device_config.device_type
+        settings = settings_from(vllm_config.additional_config, device)
         if settings is None:
             return None
         refuse_what_vllm_lacks(settings, vllm_config)
+        refuse_backend(settings, device)
         export()
         _ENGINES[name] = Engine(settings)
     return _ENGINES[name]

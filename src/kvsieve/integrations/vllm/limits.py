@@ -52,6 +52,30 @@ def refuse_what_vllm_lacks(settings: Settings, vllm_config: Any) -> None:
         )
 
 
+def refuse_backend(settings: Settings, device: str) -> None:
+    """Refuse a backend of kvsieve that does not run on a type of device.
+
+    Raises:
+        ConfigError: names those that do.
+    """
+    fitting = ("triton", "triton+compiled", "eager") if device == "cuda" else ("compiled", "eager")
+    if settings.backend not in fitting:
+        raise ConfigError(f"kvsieve.backend: expected {', '.join(fitting)} on {device}, received {settings.backend}")
+
+
+def refuse_audit(settings: Settings, graphs: bool) -> None:
+    """Refuse an audit of captured decode steps, which nobody can look into.
+
+    Raises:
+        ConfigError: audits are wanted, and graphs.
+    """
+    if settings.audit_every and graphs:
+        raise ConfigError(
+            f"kvsieve.audit_every: expected 0 where decode steps are CUDA graphs, received {settings.audit_every}; "
+            "leave it out or add --enforce-eager"
+        )
+
+
 def layer_count(vllm_config: Any) -> int:
     """Layers of the whole model."""
     return int(vllm_config.model_config.hf_text_config.num_hidden_layers)

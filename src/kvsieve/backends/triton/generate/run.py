@@ -20,6 +20,8 @@ from kvsieve.paging.pool import LayerPool
 
 SHARED = ("tokens", "count", "width_bound", "sink", "page_size")
 """Arguments of all of a program's kernels."""
+_AXES = {"field_head": 0, "field_page": 1, "field_token": 2}
+"""Whose stride a kernel takes."""
 
 
 @dataclass
@@ -126,8 +128,7 @@ class Launch:
         if one.source == "constant":
             return self.built.constant(kernel, one.key, self.pool.k.device)
         stored = {"k": self.pool.k, "v": self.pool.v, **self.pool.summaries, **self.pool.state}[one.key]
-        strides = {"field_head": stored.stride(0), "field_page": stored.stride(1), "field_token": stored.stride(2)}
-        return stored if one.source == "field" else strides[one.source]
+        return stored if one.source == "field" else stored.stride(_AXES[one.source])
 
 
 def dot_type(stored: torch.dtype) -> Any:
