@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kvsieve import Budget
+from kvsieve import Budget, ConfigError
 from kvsieve.integrations.vllm.fixed import DecodeMemory, FixedDecoding, filled_pages, is_sparse
 from kvsieve.integrations.vllm.plan import Batch, BatchPlan, Decoding
 from test_vllm_parts import random_batch
@@ -83,6 +83,19 @@ def test_whether_anything_is_left_out() -> None:
     assert not is_sparse(asked[1:], 28, 4) and is_sparse(asked[1:], 29, 4)
 
 
+def test_plans_wait_for_no_device() -> None:
+    """On tensors without values: whoever asks for one fails."""
+    budget, nowhere = Budget(2, ratio=0.1), torch.device("meta")
+    memory = DecodeMemory(4, 300, 4, 16, nowhere)
+    lengths, blocks = (torch.zeros(shape, dtype=torch.int32, device=nowhere) for shape in ((4,), (4, 19)))
+    slots = torch.zeros(4, dtype=torch.int64, device=nowhere)
+    quota = FixedDecoding(memory, lengths, blocks, 300, [(budget, True)]).quota(budget, True)
+    assert quota.window is not None and (quota.width, quota.window.width) == (7, 75 - 3)
+    memory.fill_pages(slots), filled_pages(slots, 4, 4)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        int(quota.count.max())
+
+
 QUEST = "gqa_quest_sparse_attention"
 SMALL = {"topk": 2, "sink": 1, "recent": 1}
 CASES = [  # flow, budget, page, block, heads, group, width, dtype
@@ -137,3 +150,48 @@ def test_a_captured_step_serves_later_batches(
     seen = world.oracle.numbers
     assert seen.checked["output"] >= 12 * heads and seen.selections > 3
     assert world.engine.counters.sparse_rows > 3
+
+
+def test_mixed_and_single_steps_without_graphs() -> None:
+    """Rows of a mixed batch by their places; the last token of a prompt, alone in its chunk, is not decoded."""
+    cache = Cache(2, 20, 32, 60)
+    world = World({"flow": QUEST, "budget": SMALL, "page_size": 16}, cache, 3, longest=512, graphs=False)
+    live = [world.admit(length) for length in (70, 130, 33)]
+    new = cache.admit(0)
+    for count, decoding in ((31, [1, 0]), (1, [0, 2]), (0, [2, 1, 0])):
+        batch = cache.step(decoding, len(decoding), world.columns)
+        if count:
+            chunk = cache.chunk(new, count, world.columns)
+            batch = Batch(
+                torch.cat([chunk.starts, batch.starts[1:] + count]),
+                *(torch.cat([getattr(chunk, name), getattr(batch, name)]) for name in ("lengths", "prefilling")),
+                *(torch.cat([getattr(chunk, name), getattr(batch, name)]) for name in ("blocks", "slots")),
+            )
+        step = world.planner.step(world.facts(batch))
+        assert isinstance(step.decoding, FixedDecoding) and step.decoding.count == len(decoding)
+        assert (step.dense is None) == (not count)
+        if step.dense is not None:
+            assert step.dense.tolist() == [cache.lengths[new]] + [0] * len(decoding)
+        out = world.run(step, len(batch.slots))
+        assert out[:count].isnan().all() and not out[count:].isnan().any()
+    assert world.oracle.steps == 7 and len(live) == 3
+
+
+def test_a_batch_of_single_tokens_is_one_plan_where_graphs_are() -> None:
+    """A graph cannot tell the last token of a prompt: its row is planned as a decode step, whoever runs it."""
+    cache = Cache(1, 20, 16, 60)
+    world = World({"flow": QUEST, "budget": SMALL, "page_size": 16}, cache, 3, longest=512)
+    request = world.admit(100)
+    batch = cache.chunk(request, 1, world.columns)
+    step = world.planner.step(world.facts(batch))
+    assert isinstance(step.decoding, FixedDecoding) and step.dense is None and step.decoding.tokens is None
+    out = world.run(step, 1)
+    assert not out.isnan().any() and world.oracle.steps == 1
+
+
+def test_a_cache_in_another_order_is_refused() -> None:
+    cache = Cache(2, 20, 32, 9)
+    world = World({"flow": QUEST, "budget": SMALL, "page_size": 16}, cache, 3, longest=64)
+    head_major = torch.zeros(9, 2, 32, 40)
+    with pytest.raises(ConfigError, match="VLLM_KV_CACHE_LAYOUT=NHD"):
+        world.layer.pool(head_major)

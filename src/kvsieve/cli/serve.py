@@ -14,8 +14,8 @@ import typer
 
 from kvsieve.cli.options import parse_flow_arguments, parse_layers
 from kvsieve.errors import ConfigError
-from kvsieve.integrations.vllm.config import KEY, parse
-from kvsieve.integrations.vllm.doctor import PACKAGES, is_installed
+from kvsieve.integrations.vllm.config import KEY, default_backend, parse
+from kvsieve.integrations.vllm.doctor import PACKAGES, is_installed, serving_device
 
 METRICS = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -32,11 +32,14 @@ def serve_command(
     ratio: float | None = typer.Option(None, help="share of all pages to keep, 0 to 1"),
     page_size: int | None = typer.Option(None, help="tokens per page  [default: the flow's own, or 16]"),
     skip_layers: str = typer.Option("", metavar="LAYERS", help="layers that stay dense, such as 0,1,4-6"),
-    backend: str = typer.Option("compiled", help="backend that runs the flow: eager or compiled"),
+    backend: str | None = typer.Option(
+        None, help="backend that runs the flow  [default: triton on a CUDA GPU, else compiled]"
+    ),
     audit_every: int = typer.Option(0, help="measure the captured attention every so many sparse steps; 0: never"),
     show: bool = typer.Option(False, "--print", help="print the command and do not run it"),
 ) -> None:
     """Serve a model with vLLM and a sparse-attention flow. Further options go to vllm serve: --port 8000, ..."""
+    device = serving_device()
     pages = {"topk": topk, "sink": sink, "recent": recent, "ratio": ratio, "tokens": budget_tokens}
     options: dict[str, Any] = {
         "flow": absolute(flow),
@@ -44,14 +47,17 @@ def serve_command(
         "budget": {name: value for name, value in pages.items() if value is not None},
         "page_size": page_size,
         "skip_layers": parse_layers(skip_layers),
-        "backend": backend,
+        "backend": backend or default_backend(device),
         "audit_every": audit_every,
     }
     options = {name: value for name, value in options.items() if value not in (None, {}, [], 0)}
     if "budget" not in options:
         raise ConfigError("expected a budget: --budget-tokens, or --topk or --ratio; received none")
-    parse(options)
-    words = [*vllm_command(), model, "--additional-config", json.dumps({KEY: options}), *context.args]
+    parse(options, device)
+    words = [*vllm_command(), model, "--additional-config", json.dumps({KEY: options})]
+    if device == "cuda" and not any(word.startswith("--attention-") for word in context.args):
+        words += ["--attention-backend", "CUSTOM"]
+    words += context.args
     if show:
         print(shlex.join(words))
         return

