@@ -195,3 +195,12 @@ def test_a_cache_in_another_order_is_refused() -> None:
     head_major = torch.zeros(9, 2, 32, 40)
     with pytest.raises(ConfigError, match="VLLM_KV_CACHE_LAYOUT=NHD"):
         world.layer.pool(head_major)
+
+
+def test_a_larger_cache_in_the_same_place() -> None:
+    """vLLM first tries a small cache; the real one may lie where that was."""
+    cache = Cache(2, 20, 32, 9)
+    world = World({"flow": QUEST, "budget": SMALL, "page_size": 16}, cache, 3, longest=64)
+    small, all_of_it = (world.layer.pool(cache.tensor[:blocks]) for blocks in (4, 9))
+    assert small.k.shape[1] == 8 and all_of_it.k.shape[1] == all_of_it.summaries["k_max"].shape[1] == 18
+    assert world.layer.pool(cache.tensor) is all_of_it

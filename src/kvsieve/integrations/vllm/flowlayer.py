@@ -38,6 +38,7 @@ class FlowLayer:
 
     engine: Engine
     _pool: PagePool | None = None
+    _place: object = None
 
     def join(self, engine: Engine | None) -> None:
         """Become a layer of an engine."""
@@ -75,9 +76,10 @@ class FlowLayer:
         )
 
     def pool(self, kv_cache: torch.Tensor) -> PagePool:
-        """The layer's pages; vLLM may exchange its cache."""
-        if self._pool is None or self._pool.k.data_ptr() != kv_cache.data_ptr():
-            self._pool = self._new_pool(kv_cache)
+        """The layer's pages; vLLM may exchange its cache, and put a larger one where a small one was."""
+        place = kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride()
+        if self._pool is None or self._place != place:
+            self._pool, self._place = self._new_pool(kv_cache), place
         return self._pool
 
     def _new_pool(self, kv_cache: torch.Tensor) -> PagePool:
