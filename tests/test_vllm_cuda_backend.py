@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,10 +161,7 @@ def mixed(cache: Cache, decoding: list[int], chunks: dict[int, int], done: bool 
 
 def expect_dense(engine: Engine, out: torch.Tensor, q: torch.Tensor, batch: Batch, rows: list[int]) -> None:
     """These rows are attended as vLLM does it."""
-    whole = FlashAttentionMetadata(
-        **dict.fromkeys(("max_query_len", "max_seq_len", "slot_mapping", "num_actual_tokens")),
-        query_start_loc=batch.starts, seq_lens=batch.lengths, block_table=batch.blocks,
-    )  # fmt: skip
+    whole: Any = SimpleNamespace(query_start_loc=batch.starts, seq_lens=batch.lengths, block_table=batch.blocks)
     want = plain_attention(engine.layers[1].impl, None, q, None, None, engine.cache.tensor, whole, q.clone())
     for row in rows:
         first, last = int(batch.starts[row]), int(batch.starts[row + 1])
