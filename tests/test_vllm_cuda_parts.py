@@ -13,7 +13,7 @@ from kvsieve import Budget, ConfigError
 from kvsieve.integrations.vllm.fixed import DecodeMemory, FixedDecoding, filled_pages, is_sparse
 from kvsieve.integrations.vllm.plan import Batch, BatchPlan, Decoding
 from test_vllm_parts import random_batch
-from vllm_cuda_world import Cache, World, around
+from vllm_cuda_world import Cache, Captured, World, around
 
 BUDGETS = [Budget(2), Budget(0, 0, 1, 0.3), Budget(7, 3, 4, 0.125), Budget(0, 1, 2)]
 SIZES = [(1, 16), (5, 15), (16, 32), (16, 48), (33, 33)]
@@ -128,21 +128,13 @@ def test_a_captured_step_serves_later_batches(
     lengths = around(page, block, kept)
     cache = Cache(heads, width, block, 60 + sum(lengths) // block, dtype)
     world = World({"flow": flow, "budget": budget, "page_size": page}, cache, group, longest=lengths[-1] + 2 * block)
-    dummy = Batch(
-        torch.arange(7, dtype=torch.int32),
-        torch.ones(6, dtype=torch.int32),
-        torch.zeros(6, dtype=torch.bool),
-        torch.zeros(6, world.columns, dtype=torch.int32),
-        torch.full((6,), -1),
-    )
-    captured = world.planner.captured(world.facts(dummy))
+    captured = Captured(world, 6)
     draw = random.Random(page)
     live = [world.admit(length - 1) for length in lengths]
     for _ in range(4):
         some = draw.sample(live, min(len(live), draw.randint(3, 6)))
         batch = cache.step(some, 6, world.columns)
-        world.planner.step(world.facts(batch))
-        out = world.run(captured, 6)
+        out = captured.run(batch)
         assert not out[: len(some)].isnan().any() and not out[len(some) :].any(), "padding is 0"
         gone = live.pop(draw.randrange(len(live)))
         cache.end(gone)

@@ -1,4 +1,7 @@
-"""vLLM's CUDA cache without vLLM: blocks in random order, tokens outermost in a block, NaN where nothing is stored."""
+"""vLLM's CUDA cache without vLLM: blocks in random order, tokens outermost in a block, NaN where nothing is stored.
+
+On a GPU if there is one, where captured steps are CUDA graphs; else Triton's interpreter runs the kernels.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 import torch
 
 from kvsieve import Budget
+from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.integrations.vllm.config import parse
 from kvsieve.integrations.vllm.engine import Engine
 from kvsieve.integrations.vllm.group import LayerGroup
@@ -16,6 +20,8 @@ from kvsieve.integrations.vllm.plan import Batch
 from kvsieve.integrations.vllm.planner import Facts, Step, StepPlanner
 from kvsieve.integrations.vllm.tokenmajor import TokenMajorLayer
 from kvsieve.verify.engine_steps import StepOracle
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 
 
 @dataclass
@@ -33,7 +39,7 @@ class Cache:
 
     def __post_init__(self) -> None:
         shape = self.blocks, self.block_size, self.heads, 2 * self.width
-        self.memory = torch.full(shape, float("nan"), dtype=self.dtype)
+        self.memory = torch.full(shape, float("nan"), dtype=self.dtype, device=DEVICE)
         self.draw = torch.Generator().manual_seed(self.blocks)
         self.free = (torch.randperm(self.blocks - 1, generator=self.draw) + 1).tolist()
 
@@ -57,7 +63,7 @@ class Cache:
         at = torch.arange(first, first + count)
         slots = torch.tensor(table, dtype=torch.int64)[at // self.block_size] * self.block_size + at % self.block_size
         values = torch.randn(count, self.heads, 2 * self.width, generator=self.draw).to(self.dtype)
-        self.memory.flatten(0, 1)[slots] = values
+        self.memory.flatten(0, 1)[slots.to(DEVICE)] = values.to(DEVICE)
         self.lengths[request] += count
         return slots
 
@@ -65,17 +71,6 @@ class Cache:
         """Its blocks are the next that others get; what they hold stays."""
         self.free = self.tables[request] + self.free
         self.tables[request], self.lengths[request] = [], 0
-
-    def tokens(self, request: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V [T, D] of a request."""
-        length = self.lengths[request]
-        at = torch.arange(length)
-        slots = (
-            torch.tensor(self.tables[request], dtype=torch.int64)[at // self.block_size] * self.block_size
-            + at % self.block_size
-        )
-        found = self.memory.flatten(0, 1)[slots, head]
-        return found[:, : self.width], found[:, self.width :]
 
     def chunk(self, request: int, count: int, columns: int) -> Batch:
         """Part of a prompt, stored: what vLLM says of it."""
@@ -105,6 +100,37 @@ def around(page: int, block: int, budget: Budget) -> list[int]:
     return sorted({max(2, edge + more) for edge in edges for more in (-1, 0, 1)})
 
 
+class Watched:
+    """Keeps what a decode step worked with, which a graph works with again, and has it checked on the CPU."""
+
+    def __init__(self) -> None:
+        self.oracle, self.seen = StepOracle([0]), ()
+
+    def step(self, *seen: Any) -> None:
+        self.seen = seen
+        if DEVICE.type == "cpu" or not torch.cuda.is_current_stream_capturing():
+            self.check()
+
+    def check(self) -> None:
+        impl, pool, rows, quota, *tensors, scales = self.seen
+        q, scores, selection, out, lse = tensors
+        listed = quota.window and SimpleNamespace(**{n: getattr(quota.window, n).cpu() for n in ("requests", "widths")})
+        self.oracle.step(
+            SimpleNamespace(
+                index=0, budget=impl.budget, scale=impl.scale, graphs=impl.graphs, logits_soft_cap=impl.logits_soft_cap,
+                sinks=None if impl.sinks is None else impl.sinks.cpu(),
+            ),
+            SimpleNamespace(
+                page_size=pool.page_size, num_kv_heads=pool.num_kv_heads, dtype=pool.dtype, k=pool.k.cpu(),
+                v=pool.v.cpu(), summaries={name: field.cpu() for name, field in pool.summaries.items()}, state={},
+            ),
+            SimpleNamespace(lengths=rows.lengths.cpu(), table=rows.table.cpu(), state=None),
+            SimpleNamespace(sink=quota.sink, recent=quota.recent, window=listed),
+            q.cpu(), None if scores is None else scores.cpu(),
+            SimpleNamespace(pages=selection.pages.cpu(), count=selection.count.cpu()), out.cpu(), lse.cpu(), scales,
+        )  # fmt: skip
+
+
 class Layer(TokenMajorLayer):
     """A layer of vLLM without vLLM."""
 
@@ -115,7 +141,7 @@ class Layer(TokenMajorLayer):
     def __init__(self, engine: Engine, cache: Cache, group: int, softcap: float | None = None, sinks: bool = False):
         self.num_kv_heads, self.num_heads, self.head_size = cache.heads, cache.heads * group, cache.width
         self.scale, self.sliding_window, self.logits_soft_cap = cache.width**-0.5, (-1, -1), softcap
-        self.sinks = torch.randn(self.num_heads, generator=cache.draw) if sinks else None
+        self.sinks = torch.randn(self.num_heads, generator=cache.draw).to(DEVICE) if sinks else None
         self.join(engine)
 
 
@@ -144,10 +170,10 @@ class World:
             parallel_config=SimpleNamespace(pipeline_parallel_size=1),
             model_config=SimpleNamespace(max_model_len=longest),
         )
-        device = torch.device("cpu")
-        self.group = LayerGroup(self.engine, {self.NAME: vllm_layer}, config, cache.block_size, cache.dtype, device)
-        self.planner = StepPlanner(self.group, rows, longest, cache.block_size, graphs, device)
-        self.engine.recorder = self.oracle = StepOracle([0])
+        self.group = LayerGroup(self.engine, {self.NAME: vllm_layer}, config, cache.block_size, cache.dtype, DEVICE)
+        self.planner = StepPlanner(self.group, rows, longest, cache.block_size, graphs, DEVICE)
+        self.engine.recorder = self.watched = Watched()
+        self.oracle = self.watched.oracle
 
     def admit(self, length: int) -> int:
         """A request whose prompt vLLM attends: its pages are summarized, chunk by chunk."""
@@ -168,7 +194,7 @@ class World:
     def queries(self, tokens: int) -> torch.Tensor:
         """Random queries, as a part of a wider row."""
         both = torch.randn(tokens, 2 * self.layer.num_heads, self.cache.width, generator=self.cache.draw)
-        return both[:, : self.layer.num_heads].to(self.cache.dtype)
+        return both[:, : self.layer.num_heads].to(self.cache.dtype).to(DEVICE)
 
     def facts(self, batch: Batch) -> Facts:
         """What the planner is told of a batch."""
@@ -178,9 +204,9 @@ class World:
             batch.prefilling,
             int(batch.lengths.max()),
             len(batch.slots),
-            batch.lengths,
-            batch.blocks,
-            batch.slots,
+            batch.lengths.to(DEVICE),
+            batch.blocks.to(DEVICE),
+            batch.slots.to(DEVICE),
         )
 
     def run(self, step: Step, tokens: int, q: torch.Tensor | None = None) -> torch.Tensor:
@@ -190,3 +216,48 @@ class World:
         pool = self.layer.prepare_step(self.cache.tensor, step, q)
         self.layer.decode_step(pool, step, self.NAME, q, out)
         return out
+
+
+class Captured:
+    """A decode step of a world that vLLM captures on a dummy batch of so many rows. Each later run fills the same
+    memory and calls the same objects again; on a GPU it replays a CUDA graph."""
+
+    def __init__(self, world: World, rows: int) -> None:
+        dummy = Batch(
+            torch.arange(rows + 1, dtype=torch.int32),
+            torch.ones(rows, dtype=torch.int32),
+            torch.zeros(rows, dtype=torch.bool),
+            torch.zeros(rows, world.columns, dtype=torch.int32),
+            torch.full((rows,), -1),
+        )
+        self.world, self.rows = world, rows
+        self.q = world.queries(rows)
+        self.out = torch.zeros_like(self.q)
+        recorder, world.engine.recorder = world.engine.recorder, None  # dummies hold no tokens
+        self.step = world.planner.captured(world.facts(dummy))
+        self._call()
+        world.engine.recorder = recorder
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self._call()
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        """The step of a later batch: out [rows, Hq, D]."""
+        self.world.planner.step(self.world.facts(batch))
+        self.q.copy_(self.world.queries(self.rows))
+        self.out.fill_(float("nan"))
+        if self.graph is None:
+            self._call()
+        else:
+            self.graph.replay()
+            torch.cuda.synchronize()
+            self.world.watched.check()
+        return self.out
+
+    def _call(self) -> None:
+        world = self.world
+        pool = world.layer.prepare_step(world.cache.tensor, self.step, self.q)
+        world.layer.decode_step(pool, self.step, world.NAME, self.q, self.out)
