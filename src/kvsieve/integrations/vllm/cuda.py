@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config, get_layers_from_vllm_config
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
@@ -142,7 +142,8 @@ class SieveFlashBackend(FlashAttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type[FlashAttentionImpl]:
-        return FlashAttentionImpl if engine_for(get_current_vllm_config()) is None else SieveFlashImpl
+        config = get_current_vllm_config_or_none()  # vLLM also asks where none is set, to see what the class can do
+        return FlashAttentionImpl if config is None or engine_for(config) is None else SieveFlashImpl
 
     @staticmethod
     def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
