@@ -20,6 +20,7 @@ from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends import flash_attn
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -188,6 +189,27 @@ def test_mixed_steps(model: Path, graphs: bool) -> None:
         expect_dense(engine, engine.run(1, metadata, q), q, batch, list(range(len(batch.lengths))))
         assert oracle.steps == sum(len(some) for some in decoding[: step + 1])
     assert oracle.numbers.selections and flow.counters.sparse_rows and flow.counters.prefill_tokens == 40 + 90 + 83
+
+
+def test_both_schedules_of_a_mixed_step_are_kept(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention 3 has a schedule per metadata, which the builder writes to one place where graphs are."""
+    engine = Engine(model, SETTINGS, True, torch.float32)
+    monkeypatch.setattr(
+        flash_attn, "get_scheduler_metadata", lambda cache_seqlens, **_: cache_seqlens.clone(), raising=False
+    )
+    engine.builder.aot_schedule = engine.builder.use_full_cuda_graph = True
+    engine.builder.scheduler_metadata = torch.zeros(40, dtype=torch.int32)
+    for _ in range(2):
+        engine.cache.admit(50)
+    engine.cache.admit(0)
+    metadata = engine.metadata(mixed(engine.cache, [0, 1], {2: 20}))
+    assert isinstance(metadata, SieveFlashMetadata) and metadata.others is not None
+    for one, lengths in ((metadata, [51, 51, 20]), (metadata.others, [0, 0, 20])):
+        assert one.scheduler_metadata is not None and sorted(one.scheduler_metadata.tolist()) == sorted(lengths)
+        assert one.scheduler_metadata.tolist() == one.seq_lens.tolist()
+    whole = engine.metadata(engine.cache.step([0, 1], 4, 8))
+    assert whole.scheduler_metadata is not None and whole.scheduler_metadata.tolist() == [52, 52, 0, 0]
+    assert whole.scheduler_metadata.data_ptr() == engine.builder.scheduler_metadata.data_ptr(), "a graph reads it there"
 
 
 def test_steps_under_budget_are_vllms_own(model: Path) -> None:

@@ -147,7 +147,8 @@ def test_a_captured_step_serves_later_batches(
 def test_mixed_and_single_steps_without_graphs() -> None:
     """Rows of a mixed batch by their places; the last token of a prompt, alone in its chunk, is not decoded."""
     cache = Cache(2, 20, 32, 60)
-    world = World({"flow": QUEST, "budget": SMALL, "page_size": 16}, cache, 3, longest=512, graphs=False)
+    settings = {"flow": QUEST, "budget": SMALL, "page_size": 16, "audit_every": 1}
+    world = World(settings, cache, 3, longest=512, graphs=False)
     live = [world.admit(length) for length in (70, 130, 33)]
     new = cache.admit(0)
     for count, decoding in ((31, [1, 0]), (1, [0, 2]), (0, [2, 1, 0])):
@@ -167,6 +168,8 @@ def test_mixed_and_single_steps_without_graphs() -> None:
         out = world.run(step, len(batch.slots))
         assert out[:count].isnan().all() and not out[count:].isnan().any()
     assert world.oracle.steps == 7 and len(live) == 3
+    counted = world.engine.counters.as_dict()
+    assert counted["audits"] == 3 and 0.3 < counted["captured_mass"] < 1
 
 
 def test_a_batch_of_single_tokens_is_one_plan_where_graphs_are() -> None:
