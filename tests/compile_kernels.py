@@ -114,6 +114,20 @@ def generated() -> list[tuple[str, ASTSource, int]]:
             sizes = {"P": 1, "D": 80, "DV": 48}
             made += kernels_of(built, {**sizes, "PDL": 3, "tokens": None})
             made += kernels_of(built, {**sizes, "PDL": 2})
+    return made + token_major()
+
+
+def token_major() -> list[tuple[str, ASTSource, int]]:
+    """Kernels that read K and V where an engine stores token by token."""
+    made = []
+    for flow in (build_flow("gqa_quest_sparse_attention"), load_flow(f"{PAPERS}:Loki")):
+        graphs = trace_flow(flow, Geometry(16, 128, 128, 4))
+        if graphs.summarize is not None:
+            built = generate_summarize(graphs).built(Variant(2, False, False, True))
+            made += kernels_of(built, {"P": 16, "D": 128, "DV": 128, "PDL": 3, "tokens": None})
+        built = generate_score(graphs).built(Variant(2, True, False, True))
+        made += kernels_of(built, {"REQUESTS": 0, "LATE": False, "PDL": 1})
+    assert sum("k_token" in source.fn.arg_names for _, source, _ in made) >= 2
     return made
 
 
