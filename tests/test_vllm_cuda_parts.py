@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ pytest.importorskip("triton")
 
 from kvsieve import Budget, ConfigError
 from kvsieve.integrations.vllm.fixed import DecodeMemory, FixedDecoding, filled_pages, is_sparse
+from kvsieve.integrations.vllm.group import refuse_what_does_not_fit
 from kvsieve.integrations.vllm.plan import Batch, BatchPlan, Decoding
 from test_vllm_parts import random_batch
 from vllm_cuda_world import Cache, Captured, World, around
@@ -199,3 +201,10 @@ def test_a_larger_cache_in_the_same_place() -> None:
     small, all_of_it = (world.layer.pool(cache.tensor[:blocks]) for blocks in (4, 9))
     assert small.k.shape[1] == 8 and all_of_it.k.shape[1] == all_of_it.summaries["k_max"].shape[1] == 18
     assert world.layer.pool(cache.tensor) is all_of_it
+    fields = world.layer.pool(cache.tensor).summaries.values()
+    side = sum(field.numel() * 4 for field in fields)
+    assert world.group.side_bytes(18, cache.dtype) == side
+    config = SimpleNamespace(num_gpu_blocks=9, block_size=32, gpu_memory_utilization=0.5)
+    refuse_what_does_not_fit(world.group, config, cache.dtype, 2 * side)
+    with pytest.raises(ConfigError, match="--gpu-memory-utilization"):
+        refuse_what_does_not_fit(world.group, config, cache.dtype, 2 * side - 2)

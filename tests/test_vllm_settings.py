@@ -23,6 +23,7 @@ from kvsieve.integrations.vllm.limits import (
     refuse_backend,
     refuse_block_size,
     refuse_layer,
+    refuse_memory,
     refuse_what_vllm_lacks,
 )
 
@@ -172,6 +173,9 @@ def test_backends_by_device() -> None:
             refuse_backend(parse({**GOOD, "backend": backend}, device), device)
     refuse_audit(parse({**GOOD, "audit_every": 3}), False)
     refuse_audit(parse(GOOD), True)
+    refuse_memory(14 * 10**9, 141 * 10**9, 0.9)
+    with pytest.raises(ConfigError, match=r"14\.1 GB .* 0\.9 leaves, received 15\.0 GB"):
+        refuse_memory(15 * 10**9, 141 * 10**9, 0.9)
     with pytest.raises(ConfigError, match="--enforce-eager"):
         refuse_audit(parse({**GOOD, "audit_every": 3}), True)
 

@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from kvsieve.integrations.vllm.engine import engine_for
-from kvsieve.integrations.vllm.group import LayerGroup
+from kvsieve.integrations.vllm.group import LayerGroup, refuse_what_does_not_fit
 from kvsieve.integrations.vllm.limits import refuse_audit
 from kvsieve.integrations.vllm.planner import Facts, Step, StepPlanner
 from kvsieve.integrations.vllm.tokenmajor import TokenMajorLayer
@@ -60,6 +60,9 @@ class SieveFlashBuilder(FlashAttentionMetadataBuilder):
         self.planner: StepPlanner | None = None
         if self.group.engine is not None:
             leave_out_what_reuses_metadata(self)
+            if device.type == "cuda":
+                memory = torch.cuda.get_device_properties(device).total_memory
+                refuse_what_does_not_fit(self.group, vllm_config.cache_config, kv_cache_spec.dtype, memory)
             graphs = captures_decode_steps(vllm_config) and self.group.engine.capturable
             refuse_audit(self.group.engine.settings, graphs)
             tokens = vllm_config.model_config.max_model_len

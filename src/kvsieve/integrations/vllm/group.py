@@ -9,7 +9,7 @@ import torch
 
 from kvsieve.integrations.vllm.engine import Engine
 from kvsieve.integrations.vllm.flowlayer import FlowLayer, layer_index
-from kvsieve.integrations.vllm.limits import refuse_block_size, refuse_layer
+from kvsieve.integrations.vllm.limits import refuse_block_size, refuse_layer, refuse_memory
 from kvsieve.integrations.vllm.mass import MassClock, StepMass
 from kvsieve.integrations.vllm.meaning import announce, logger
 from kvsieve.integrations.vllm.plan import Batch, BatchPlan
@@ -55,6 +55,7 @@ class LayerGroup:
         for name, impl in self.sparse.items():
             refuse_layer(name, layers[name])
             impl.prepare(layer_index(name), rows, device)
+        self.state_rows = rows
         self._tally = Tally([impl.kind(dtype) for impl in self.sparse.values()], engine.counters)
         announce(engine, self.sparse, layers, rows, dtype)
 
@@ -62,6 +63,14 @@ class LayerGroup:
     def engine(self) -> Engine | None:
         """The engine, if some layer runs its flow."""
         return self._engine if self.sparse else None
+
+    def side_bytes(self, pages: int, dtype: torch.dtype) -> int:
+        """Bytes of the summaries of so many pages and of all state, in all layers."""
+        total = 0
+        for impl in self.sparse.values():
+            for fields, count in ((impl.graphs.summary_fields, pages), (impl.graphs.state_fields, self.state_rows)):
+                total += count * impl.num_kv_heads * sum(spec.bytes(dtype) for spec in fields.values())
+        return total
 
     def _follow_requests(self, engine: Engine, vllm_config: Any, block_size: int) -> int:
         """Make room for state; how many rows of it there are."""
@@ -96,3 +105,15 @@ class LayerGroup:
         if steps == 1:
             logger.info("kvsieve: the first sparse step; from now on longer requests attend a selection")
         return list(self.sparse)[steps // every % len(self.sparse)] if every and steps % every == 0 else None
+
+
+def refuse_what_does_not_fit(group: LayerGroup, cache_config: Any, dtype: torch.dtype, memory: int) -> None:
+    """Refuse summaries and state that do not fit beside what vLLM takes of a GPU's memory, in bytes.
+
+    Raises:
+        ConfigError: with what there is, what is needed and the remedy.
+    """
+    assert group.engine is not None
+    blocks = cache_config.num_gpu_blocks or 0  # not known yet where vLLM only tries
+    pages = blocks * cache_config.block_size // group.engine.settings.page_size
+    refuse_memory(group.side_bytes(pages, dtype), memory, cache_config.gpu_memory_utilization)

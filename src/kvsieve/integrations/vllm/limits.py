@@ -76,6 +76,21 @@ def refuse_audit(settings: Settings, graphs: bool) -> None:
         )
 
 
+def refuse_memory(side_fields: int, memory: int, utilization: float) -> None:
+    """Refuse summaries and state of so many bytes that cannot fit beside what vLLM takes of a GPU.
+
+    Raises:
+        ConfigError: names the options that lower them.
+    """
+    left = int((1 - utilization) * memory)
+    if side_fields > left:
+        raise ConfigError(
+            f"kvsieve: expected summaries and state to fit into the {left / 1e9:.1f} GB that --gpu-memory-utilization "
+            f"{utilization} leaves, received {side_fields / 1e9:.1f} GB; lower it, and with state also --max-num-seqs "
+            "or --max-model-len"
+        )
+
+
 def layer_count(vllm_config: Any) -> int:
     """Layers of the whole model."""
     return int(vllm_config.model_config.hf_text_config.num_hidden_layers)
