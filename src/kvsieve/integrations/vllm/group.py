@@ -114,6 +114,8 @@ def refuse_what_does_not_fit(group: LayerGroup, cache_config: Any, dtype: torch.
         ConfigError: with what there is, what is needed and the remedy.
     """
     assert group.engine is not None
+    if getattr(cache_config, "kv_cache_memory_bytes", None):
+        return  # the user has decided what vLLM takes
     blocks = cache_config.num_gpu_blocks or 0  # not known yet where vLLM only tries
     pages = blocks * cache_config.block_size // group.engine.settings.page_size
     refuse_memory(group.side_bytes(pages, dtype), memory, cache_config.gpu_memory_utilization)
