@@ -15,7 +15,7 @@ from kvsieve.integrations.vllm.fixed import DecodeMemory, FixedDecoding, filled_
 from kvsieve.integrations.vllm.group import refuse_what_does_not_fit
 from kvsieve.integrations.vllm.plan import Batch, BatchPlan, Decoding
 from test_vllm_parts import random_batch
-from vllm_cuda_world import Cache, Captured, World, around
+from vllm_cuda_world import DEVICE, Cache, Captured, World, around
 
 BUDGETS = [Budget(2), Budget(0, 0, 1, 0.3), Budget(7, 3, 4, 0.125), Budget(0, 1, 2)]
 SIZES = [(1, 16), (5, 15), (16, 32), (16, 48), (33, 33)]
@@ -184,6 +184,23 @@ def test_a_batch_of_single_tokens_is_one_plan_where_graphs_are() -> None:
     assert isinstance(step.decoding, FixedDecoding) and step.dense is None and step.decoding.tokens is None
     out = world.run(step, 1)
     assert not out.isnan().any() and world.oracle.steps == 1
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("graphs", [True, False])
+def test_planning_waits_for_no_gpu(graphs: bool) -> None:
+    cache = Cache(2, 20, 32, 60)
+    world = World({"flow": QUEST, "budget": SMALL, "page_size": 16}, cache, 3, longest=512, graphs=graphs)
+    live = [world.admit(length) for length in (70, 130, 33)]
+    steps = [world.facts(cache.step(live, 3, world.columns)) for _ in range(2)]
+    world.planner.step(steps[0])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step = world.planner.step(steps[1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert isinstance(step.decoding, FixedDecoding) and step.decoding.count == 3
 
 
 def test_a_cache_in_another_order_is_refused() -> None:

@@ -212,7 +212,7 @@ class World:
     def run(self, step: Step, tokens: int, q: torch.Tensor | None = None) -> torch.Tensor:
         """Attend the rows of a step that the flow decides: out [T, Hq, D], NaN in other rows."""
         q = self.queries(tokens) if q is None else q
-        out = torch.full(q.shape, float("nan"), dtype=q.dtype)
+        out = torch.full(q.shape, float("nan"), dtype=q.dtype, device=DEVICE)
         pool = self.layer.prepare_step(self.cache.tensor, step, q)
         self.layer.decode_step(pool, step, self.NAME, q, out)
         return out
