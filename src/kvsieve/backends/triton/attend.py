@@ -256,7 +256,7 @@ def _finish(
         acc = acc * fade[:, None]
         highest = now
     base = segment * group + row
-    tl.store(lse + base, highest + tl.log(total), mask=real & (piece == 0))
+    tl.store(lse + base, highest + tl.log(total), mask=row + piece * group < group)
     tl.store(
         out + base[:, None] * DV + dv[None, :],
         (acc / total[:, None]).to(out.dtype.element_ty),
