@@ -31,6 +31,7 @@ from kvsieve.integrations.vllm.cuda import SieveFlashBackend, SieveFlashBuilder,
 from kvsieve.integrations.vllm.plan import Batch
 from kvsieve.verify.engine_steps import StepOracle
 from vllm_cuda_world import Cache
+from vllm_stand_ins import plain_attention
 from vllm_world import write_model
 
 SETTINGS: dict[str, Any] = {
@@ -112,29 +113,6 @@ class Engine:
 
     def queries(self, tokens: int) -> torch.Tensor:
         return torch.randn(tokens, 6, 20, generator=self.cache.draw).to(self.cache.dtype)
-
-
-def plain_attention(
-    self: FlashAttentionImpl, layer: Any, query: torch.Tensor, key: Any, value: Any, kv_cache: torch.Tensor,
-    metadata: FlashAttentionMetadata | None, output: torch.Tensor, *more: Any,
-) -> torch.Tensor:  # fmt: skip
-    """What FlashAttention computes of its metadata; a row of length 0 becomes 0."""
-    if metadata is None:
-        return output.fill_(0)
-    starts, size = metadata.query_start_loc.tolist(), kv_cache.shape[2]
-    for row, length in enumerate(metadata.seq_lens.tolist()):
-        first, last = starts[row], starts[row + 1]
-        output[first:last] = 0
-        if not length or first == last:
-            continue
-        at = torch.arange(length)
-        found = kv_cache[metadata.block_table[row, at // size].long(), :, at % size]  # [T, H, 2 D]
-        k, v = (x.transpose(0, 1).repeat_interleave(3, 0).double() for x in found.split(self.head_size, -1))
-        logits = torch.matmul(query[first:last].transpose(0, 1).double() * self.scale, k.transpose(1, 2))
-        seen = at <= torch.arange(length - (last - first), length)[:, None]
-        p = torch.softmax(torch.where(seen, logits, float("-inf")), -1)
-        output[first:last] = torch.matmul(p, v).transpose(0, 1).to(output.dtype)
-    return output
 
 
 @pytest.fixture(autouse=True)
