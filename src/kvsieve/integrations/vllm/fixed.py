@@ -42,7 +42,8 @@ class DecodeMemory:
     def of(self, budget: Budget, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Counts, window widths and pages to choose [rows] under a budget."""
         if budget not in self._by_budget:
-            self._by_budget[budget] = torch.zeros(3, *self.lengths.shape, dtype=torch.int64, device=self.lengths.device)
+            rows_each = len(self.lengths) + len(self.lengths) % 2  # 16 bytes
+            self._by_budget[budget] = torch.zeros(3, rows_each, dtype=torch.int64, device=self.lengths.device)
         counts, widths, topk = self._by_budget[budget][:, :rows]
         return counts, widths, topk
 
@@ -117,6 +118,7 @@ class FixedDecoding:
 
     def _window(self, budget: Budget, widths: torch.Tensor, topk: torch.Tensor, most: int) -> Window:
         width = budget.window(self.longest)
+        # Not `settled`: which kernels come ahead, and what they let start early, is vLLM's affair.
         return Window(
             requests=self.memory.requests[: self.count],
             table=self.table,
