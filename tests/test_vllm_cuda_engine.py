@@ -17,6 +17,7 @@ from vllm_world import Answer, answers, engine, free_blocks, same_but_near_ties,
 # What needs vLLM comes behind the module that skips without it.
 from vllm.model_executor.layers.attention import Attention
 from vllm.plugins import load_general_plugins
+from vllm.v1.attention import selector
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -47,9 +48,12 @@ def standing_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(FlashAttentionImpl, "forward", plain_attention)
     monkeypatch.setattr(FlashAttentionImpl, "do_kv_cache_update", plain_storing)
     load_general_plugins()
+    chosen = selector._cached_get_attn_backend  # vLLM remembers what it chose for an engine of this process
     register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_stand_ins.StandInBackend")
+    chosen.cache_clear()
     yield
     register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    chosen.cache_clear()
 
 
 EAGER: dict[str, Any] = {**QUEST, "budget": {"topk": 2, "sink": 1, "recent": 2, "ratio": 0.25}}
