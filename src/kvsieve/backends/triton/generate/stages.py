@@ -91,9 +91,13 @@ class StagePlan:
 
     def _level(self, op: Op) -> int:
         level = max((self._levels[id(operand)] for operand in op.operands), default=0)
-        if op.kind in ("fold", "running") or (op.kind == "shift" and not self.is_near(op.operands[0])):
+        if op.kind in ("fold", "running") or self._is_far(op):
             level += 1
         return level
+
+    def _is_far(self, op: Op) -> bool:
+        """Whether ``op`` takes neighbouring pages' values that an earlier stage must store, one for each page."""
+        return op.kind == "shift" and op.operands[0].paged and not self.is_near(op.operands[0])
 
     def _need(self, op: Op, stage: int) -> None:
         if (id(op), stage) in self._seen:
@@ -110,7 +114,7 @@ class StagePlan:
             return
         if op.kind == "running":
             self._add_partial(running_partial(op), level - 1)
-        if op.kind == "shift" and not self.is_near(op.operands[0]):
+        if self._is_far(op):
             self._store(op.operands[0])
         elif level < stage and self._is_cheaper_stored(op):
             self._store(op)
