@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from kvsieve import Budget, Runtime
-from kvsieve.backends.triton.generate import stages
+from kvsieve.backends.triton.generate import stages, tuning
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.flow import Flow, build_flow, flow_name
 from kvsieve.mass import AttentionMass
@@ -125,14 +125,15 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize("flow", [Everything(), build_flow("gqa_quest_sparse_attention")], ids=flow_name)
 def test_every_step_launches_the_same(flow: Flow, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph repeats a step: no number may differ from under the budget to beyond it, whatever pages are filled."""
+    monkeypatch.setattr(tuning, "MOST_PAGES", 1)  # many chunks, which are dealt out in one row
     page, lengths = 2, (1, 4, 3)
     runtime = Runtime(flow, Budget(2, 1, 1), page_size=page, backend="triton")
     requests = [runtime.admit() for _ in lengths]
     runtime.extend(requests, lengths).attend(0, *draw(sum(lengths)))
     inputs = draw(len(lengths))
-    graph = StepGraph(runtime, requests, 18, lambda call: call.attend(0, *inputs).out, DEVICE)
+    graph = StepGraph(runtime, requests, (60, 14, 14), lambda call: call.attend(0, *inputs).out, DEVICE)
     launches, steps = recorded(monkeypatch), []
-    for _ in range(12):
+    for _ in range(10):
         launches.clear()
         graph.step()
         steps.append(list(launches))

@@ -1,0 +1,66 @@
+"""What kernels may not be generated from: neighbours' state that is being written, wide values on tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from generated_world import close, make_world, run_beside_float64
+from kvsieve.backends.triton.generate import generate_score, tuning
+from kvsieve.backends.triton.generate.program import Variant
+from kvsieve.backends.triton.launch import INTERPRETED
+from kvsieve.flow import Flow
+from kvsieve.graph import Geometry, trace_flow
+
+pytestmark = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
+)
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+class Votes(Flow):
+    """Scores by the state of neighbouring pages, all of which gets new values in the same step."""
+
+    def init_state(self, page_size: int, head_dim: int) -> Mapping[str, torch.Tensor]:
+        return {"trail": torch.zeros(())}
+
+    def score(
+        self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        votes = torch.nn.functional.avg_pool1d(pages["trail"][None], 5, 1, 2)[0]
+        return votes + 0.1 * pages["k"][:, 0, 0], {"trail": pages["trail"] * 0.5 + 3}
+
+
+def test_neighbours_state_is_read_before_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Across the borders of chunks, whose programs run in any order."""
+    monkeypatch.setattr(tuning, "MOST_PAGES", 4)
+    graphs = trace_flow(Votes(), Geometry(3, 20, 12, 3))
+    assert len(generate_score(graphs).plan.stages) == 2
+    run_beside_float64(make_world(graphs, (1, 30, 0, 13), 2, device=DEVICE), close(2e-6))
+
+
+class Wide(Flow):
+    """Summaries in float32, whose products in 16 bits would be wrong in the third digit."""
+
+    summary_dtypes: ClassVar = {"mean": torch.float32}
+
+    def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"mean": k.mean(0) + 0.001, "low": k.amin(0)}
+
+    def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return (pages["mean"] @ q.T).amax(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_float32_summaries_of_sixteen_bit_pages(dtype: torch.dtype) -> None:
+    """Nothing of them goes to tensor cores, and nothing is cut."""
+    graphs = trace_flow(Wide(), Geometry(5, 16, 16, 4))
+    assert not any(kernel.dots for kernel in generate_score(graphs).built(Variant(2, True)).kernels)
+    world = make_world(graphs, (1, 9, 0, 20), 2, dtype, device=DEVICE)
+    assert world.pool.summaries["mean"].dtype == torch.float32 and world.pool.summaries["low"].dtype == dtype
+    run_beside_float64(world, lambda what, x, y: close(2.0**-6 if what == "low" else 2e-6)(what, x, y))
