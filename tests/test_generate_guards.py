@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from generated_world import close, make_world, run_beside_float64
-from kvsieve.backends.triton.generate import generate_score, tuning
+from kvsieve.backends.triton.generate import ScoreProgram, generate_score, tuning
 from kvsieve.backends.triton.generate.program import Variant
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.flow import Flow
@@ -64,3 +64,13 @@ def test_float32_summaries_of_sixteen_bit_pages(dtype: torch.dtype) -> None:
     world = make_world(graphs, (1, 9, 0, 20), 2, dtype, device=DEVICE)
     assert world.pool.summaries["mean"].dtype == torch.float32 and world.pool.summaries["low"].dtype == dtype
     run_beside_float64(world, lambda what, x, y: close(2.0**-6 if what == "low" else 2e-6)(what, x, y))
+
+
+@pytest.mark.parametrize("asked", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_tensor_cores_multiply_what_is_stored_alike(asked: torch.dtype, stored: torch.dtype) -> None:
+    """Queries of another dtype than the pages would be cut (by a GPU: the interpreter multiplies float32)."""
+    graphs = trace_flow(Wide(), Geometry(5, 16, 16, 4))
+    world = make_world(graphs, (2,), 2, stored, q_dtype=asked, device=DEVICE)
+    variant = ScoreProgram._variant(world.q, world.pool)
+    assert variant.narrow == (asked == stored != torch.float32)
