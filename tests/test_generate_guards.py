@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from generated_world import close, make_world, run_beside_float64
-from kvsieve.backends.triton.generate import ScoreProgram, generate_score, tuning
+from kvsieve.backends.triton.generate import ScoreProgram, generate_score, program, tuning
 from kvsieve.backends.triton.generate.program import Variant
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.flow import Flow
@@ -44,6 +44,22 @@ def test_neighbours_state_is_read_before_it_is_written(monkeypatch: pytest.Monke
     run_beside_float64(make_world(graphs, (1, 30, 0, 13), 2, device=DEVICE), close(2e-6))
 
 
+class Running(Flow):
+    """A running sum over pages, and their sum."""
+
+    def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        logits = pages["k"][:, 0] @ q[0] * 0.1
+        return logits.cumsum(0) + logits.sum() * pages["position"] * 0.01
+
+
+def test_a_running_sum_over_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many that others would be put together first: it goes on from the chunks before its own."""
+    monkeypatch.setattr(program, "GATHERED", 2)
+    monkeypatch.setattr(tuning, "MOST_PAGES", 4)
+    graphs = trace_flow(Running(), Geometry(1, 20, 12, 3))
+    run_beside_float64(make_world(graphs, (1, 30, 0, 13), 2, device=DEVICE), close(2e-6))
+
+
 class Wide(Flow):
     """Summaries in float32, whose products in 16 bits would be wrong in the third digit."""
 
@@ -53,7 +69,7 @@ class Wide(Flow):
         return {"mean": k.mean(0) + 0.001, "low": k.amin(0)}
 
     def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return (pages["mean"] @ q.T).amax(1)
+        return (q @ pages["mean"].T).amax(0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

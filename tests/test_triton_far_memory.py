@@ -75,7 +75,7 @@ def test_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flow = backend.prepare(graphs, CPU)
     table, length = torch.tensor([FAR]), torch.tensor([7 * PAGE])
     q, k, v = torch.randn(1, HEADS, GROUP, WIDTH), torch.randn(2, HEADS, WIDTH), torch.randn(2, HEADS, WIDTH)
-    ends = torch.tensor([9, 8]), torch.tensor([PAGE - 1] * 2)
+    ends, more = (torch.tensor([9, 8]), torch.tensor([PAGE - 1] * 2)), (torch.tensor([8, 9]), torch.tensor([0, 1]))
     topk, widths = torch.tensor([2]), torch.tensor([5])
     one = Window(torch.tensor([0]), table, table, length, widths, 5, 1, PAGE, topk, 2, 5, torch.ones(1, 1))
     rows = Rows((), (), (7 * PAGE,), table, length)
@@ -84,7 +84,7 @@ def test_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for pool in near_and_far(filled(graphs.summary_fields, graphs.state_fields), tmp_path):
         backend.store(flow, pool, Writes(*ends, ends[0], ends[0][:0], step=True), k, v)
-        backend.write(pool, Writes(*ends, ends[0], ends[0][:0]), v, k)
+        backend.write(pool, Writes(*more, ends[0], ends[0][:0]), v, k)
         backend.summarize(flow, pool, ends[0])
         made = [backend.score(flow, q, pool, one)]
         for fused in (False, True):

@@ -84,8 +84,9 @@ def test_only_the_first_kernel_of_a_score_may_start_early(name: str) -> None:
         assert not generate_summarize(graphs).built(Variant(2, False)).kernels[0].first
 
 
-def test_the_best_pages_beyond_128k() -> None:
-    width, k = 140_000, 64
+@pytest.mark.parametrize(("width", "k"), [(140_000, 64), (37_000, 33_000)])
+def test_more_pages_than_sixteen_bits_count(width: int, k: int) -> None:
+    """The last ones are the best."""
     quota = quota_of([width], k, [0])
     scores = torch.arange(width, dtype=torch.float32)[None, None].to(DEVICE)
     chosen = select(scores, quota, 1).pages[0, 0]
