@@ -14,6 +14,7 @@ import test_triton as world
 from generated_world import close, make_world, run_beside_float64
 from kvsieve.backends.base import AttentionOptions
 from kvsieve.backends.triton import TritonBackend, attend
+from kvsieve.backends.triton.generate import tuning
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.backends.triton.select import select
 from kvsieve.budget import Budget
@@ -90,6 +91,14 @@ def test_scores(
     assert len(watched) > 20
 
 
+def test_chunks_that_are_dealt_out(watched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program finds its request by the widths of all of them, which are no power of two."""
+    monkeypatch.setattr(tuning, "MOST_PAGES", 64)
+    graphs = trace_flow(build_flow("block_sparse_attention"), Geometry(1, 16, 16, 2))
+    run_beside_float64(make_world(graphs, (3, 1, 900, 0, 65), 2), close(2e-6))
+    assert len(watched) > 20
+
+
 @pytest.mark.parametrize("widths", [[300, 7, 250], [9000, 8200]])
 def test_selection(widths: list[int], watched: list[int]) -> None:
     quota = world.quota_of(widths, 6, [0, len(widths) - 1])
@@ -106,5 +115,5 @@ def test_eviction(with_mass: bool, watched: list[int]) -> None:
 
 def test_lives(watched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvsieve.backends.triton.generate.stages.ASKED_PRODUCTS", 64)
-    lives(Everything(), 3, [16, 1, 11], budget=Budget(2, 1, 2))
+    lives(Everything(), 2, [9, 1, 6], budget=Budget(2, 1, 2))
     assert len(watched) > 100
