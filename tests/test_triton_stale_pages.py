@@ -15,10 +15,12 @@ from kvsieve.backends.triton.generate import generate_score, generate_summarize,
 from kvsieve.backends.triton.generate.program import Variant
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.backends.triton.select import select
+from kvsieve.budget import Budget
 from kvsieve.flow import Flow, build_flow
 from kvsieve.graph import Geometry, trace_flow
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Writes
+from kvsieve.runtime import Runtime
 from test_triton import quota_of
 
 pytestmark = pytest.mark.skipif(
@@ -91,3 +93,15 @@ def test_more_pages_than_sixteen_bits_count(width: int, k: int) -> None:
     scores = torch.arange(width, dtype=torch.float32)[None, None].to(DEVICE)
     chosen = select(scores, quota, 1).pages[0, 0]
     assert torch.equal(chosen[quota.sink : quota.sink + k].cpu(), torch.arange(width - k, width) + quota.sink)
+
+
+def test_the_list_of_requests_under_their_budget() -> None:
+    """All pages in order, of every request and head; mass is added by it."""
+    runtime = Runtime("h2o", Budget(5, 1, 1), page_size=2, backend="triton")
+    requests = [runtime.admit() for _ in range(2)]
+    for tokens, call in ((9, runtime.extend(requests, [3, 6])), (2, None)):
+        new = [torch.randn(tokens, heads, 16, device=DEVICE) for heads in (6, 2, 2)]
+        result = (call or runtime.step(requests)).attend(0, *new)
+    assert result.selection is not None and result.selection.count.tolist() == [2, 4]
+    for listed, count in zip(result.selection.pages.tolist(), (2, 4), strict=True):
+        assert [head[:count] for head in listed] == [list(range(count))] * 2
