@@ -16,11 +16,10 @@ check() {
     run "$PYTHON" -m pytest -q -n auto -rf --tb=short "$@"
 }
 
-check tests/test_triton.py tests/test_stepgraph.py tests/test_kernel_mutants.py tests/test_autotune.py
-check tests/test_generate_store.py tests/test_generate_queries.py tests/test_prefill.py tests/test_triton_state.py
-check tests/test_vllm_cuda_parts.py
-check -m "not slow" tests/test_generate_flows.py tests/test_generate_ops.py tests/test_papers.py # a tenth of the random flows
+check tests/test_triton*.py tests/test_stepgraph.py tests/test_kernel_mutants.py tests/test_autotune.py tests/test_prefill.py
+check -m "not slow" tests/test_generate*.py tests/test_papers.py # a tenth of the random flows
 check -m slow tests/test_generate_flows.py -k shipped # the rest of the grid of shapes and dtypes
+check tests/test_vllm_cuda_parts.py
 check tests/test_cuda.py -k "triton or offsets or fifty or waits"
 run "$PYTHON" -m kvsieve verify gqa_quest_sparse_attention --backend triton --device cuda
 if command -v compute-sanitizer > /dev/null; then
