@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import kvsieve
 from kvsieve.budget import Budget
 from kvsieve.cli import main
 from kvsieve.cli.files import check_output
@@ -297,3 +299,10 @@ def test_a_folder_that_takes_no_files_is_refused_at_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("text", "value"), [("[0, 200]", [0, 200]), ("[0.5]", [0.5]), ("[x", "[x"), ("[]", [])])
 def test_flow_arguments_may_be_lists(text, value):
     assert parse_flow_arguments([f"channels={text}"]) == {"channels": value}
+
+
+def test_version_names_the_installed_one(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"kvsieve {kvsieve.__version__} (torch {torch.__version__}, " + (
+        f"Python {platform.python_version()})\n"
+    )

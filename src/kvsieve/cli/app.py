@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import typer
 from typer.main import get_command
 
+from kvsieve import __version__
 from kvsieve.cli import bench, doctor, explain, flows, generate, new, serve, show, verify
 from kvsieve.cli import eval as evaluation
 from kvsieve.cli.study import study_app
@@ -41,18 +44,18 @@ app.add_typer(study_app, name="study")
 UsageProblem: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
+def show_version(wanted: bool) -> None:
+    """Print versions and stop."""
+    if wanted:
+        print(f"kvsieve {__version__} (torch {torch.__version__}, Python {platform.python_version()})")
+        raise typer.Exit
+
+
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: bool = typer.Option(False, "--version", callback=show_version, is_eager=True, help="print the version"),
+) -> None:
     """Keeps the command names even if only one command is left."""
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 2 an error (one line on stderr), 130 interrupted.
-
-    Args:
-        arguments: words after ``kvsieve``; None: those of the process.
-    """
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(arguments: Sequence[str]) -> int:

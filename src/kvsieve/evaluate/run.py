@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cache
@@ -25,6 +25,7 @@ from kvsieve.evaluate.tasks import TAIL, TASKS
 from kvsieve.evaluate.text import Corpus, digest
 from kvsieve.models import load_model, positions_of, quiet_transformers
 from kvsieve.retention import Evict
+from kvsieve.workers import Workers
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def run_units(setting: Setting, todo: Sequence[Unit], jobs: int) -> Iterator[lis
     # A thread of its own: workers never wait for a reader, and a message cut short by a death holds up nobody else.
     Thread(target=_receive, args=(results, received), daemon=True).start()
     stop = spawn.Event()
-    with ProcessPoolExecutor(workers, spawn, _start_worker, (threads, results, stop)) as pool:
+    with Workers(workers, _start_worker, threads, results, stop) as pool:
         running = {pool.submit(_send_unit, setting, unit) for unit in todo}
         try:
             while running:
