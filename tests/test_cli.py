@@ -302,6 +302,8 @@ def test_flow_arguments_may_be_lists(text, value):
 
 
 def test_version_names_the_installed_one(capsys):
+    project = Path(__file__).parents[1].joinpath("pyproject.toml").read_text()
+    assert f'\nversion = "{kvsieve.__version__}"\n' in project
     assert run("--version") == 0
     assert capsys.readouterr().out == f"kvsieve {kvsieve.__version__} (torch {torch.__version__}, " + (
         f"Python {platform.python_version()})\n"

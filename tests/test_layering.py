@@ -15,12 +15,12 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # From the bottom up: a module imports from its own row and the rows above it in this list, never from those below.
 LAYERS = (
-    {"errors", "dtypes", "cache"},
-    {"budget", "mass", "retention", "flow_file"},
+    {"errors", "dtypes", "cache", "version", "workers"},
+    {"budget", "mass", "retention", "flow_file", "flow_names"},
     {"flow"},
     {"flows"},
     {"reference"},
-    {"ops", "tracing", "segment", "graph", "lower", "maxpool", "watch"},
+    {"ops", "tracing", "segment", "graph", "lower", "maxpool", "watch", "repeat"},
     {"paging"},
     {"window", "plan", "stepplan"},
     {"backends"},

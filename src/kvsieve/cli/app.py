@@ -12,11 +12,11 @@ import torch
 import typer
 from typer.main import get_command
 
-from kvsieve import __version__
 from kvsieve.cli import bench, doctor, explain, flows, generate, new, serve, show, verify
 from kvsieve.cli import eval as evaluation
 from kvsieve.cli.study import study_app
 from kvsieve.errors import KvsieveError
+from kvsieve.version import __version__
 
 USAGE, INTERRUPTED = 2, 130
 
