@@ -16,7 +16,7 @@ from kvsieve.budget import Budget
 from kvsieve.cli import main
 from kvsieve.cli.files import check_output
 from kvsieve.cli.generation import Parting, find_parting
-from kvsieve.cli.options import choose_budget, choose_retention, parse_flow_arguments, parse_layers
+from kvsieve.cli.options import choose_budget, choose_retention, note_budget, parse_flow_arguments, parse_layers
 from kvsieve.errors import ConfigError
 from kvsieve.flow import build_flow, choose_page_size, list_flows, load_flow
 from kvsieve.retention import Evict, Keep
@@ -91,6 +91,25 @@ def test_flows_markdown_and_terminal_say_what_json_says(capsys):
         (["generate", "--flow", TOKEN, "--prompt", "x", "--page-size", "4"], "requires page_size 1"),
         (["generate", "--flow", "streaming_llm", "--prompt", "x", "--topk", "3"], "topk=0"),
         (["generate", "--flow", QUEST, "--prompt", "x", "--budget-tokens", "8"], "raise the budget"),
+        (["generate", "--flow", QUEST, "--prompt", "x", "--budget-tokens", "8"], "or count pages with --topk"),
+        (
+            ["generate", "--flow", QUEST, "--prompt", "x", "--budget-tokens", "0"],
+            "--budget-tokens: expected an integer",
+        ),
+        (
+            ["generate", "--flow", QUEST, "--prompt", "x", "--topk", "3", "--recent", "0"],
+            "--recent: expected an integer",
+        ),
+        (
+            ["generate", "--flow", QUEST, "--prompt", "x", "--topk", "-3"],
+            "--topk: expected an integer >= 0, received -3",
+        ),
+        (["generate", "--flow", QUEST, "--prompt", "x", "--page-size", "0"], "--page-size"),
+        (
+            ["serve", "m", "--flow", QUEST, "--topk", "3", "--budget-tokens", "99"],
+            "received --budget-tokens and --topk",
+        ),
+        (["explain", QUEST, "--text", "/dev/null", "--budget", "1.0"], "expected 100% for all of the context"),
         (["generate", "--flow", QUEST, "--prompt", "x", "--budget-tokens", "99", "--topk", "1"], "drop one"),
         (["generate", "--flow", QUEST, "--prompt", "x", "--ratio", "1.5"], "[0, 1]"),
         (["generate", "--flow", QUEST, "--prompt", "x", "--max-new-tokens", "0"], "max-new-tokens"),
@@ -308,3 +327,15 @@ def test_version_names_the_installed_one(capsys):
     assert capsys.readouterr().out == f"kvsieve {kvsieve.__version__} (torch {torch.__version__}, " + (
         f"Python {platform.python_version()})\n"
     )
+
+
+def test_a_budget_that_leaves_nothing_to_choose_is_told(capsys):
+    note_budget(build_flow("streaming_llm"), Budget(0, 1, 31))
+    note_budget(build_flow(QUEST), Budget(0, 1, 2))
+    assert capsys.readouterr().err.splitlines() == [
+        "note: flow streaming_llm chooses no pages, for it has no score: it attends sink and recent pages only",
+        f"note: flow {QUEST} chooses no pages, for the budget is all sink and recent pages",
+    ]
+    note_budget(build_flow(QUEST), Budget(1, 1, 2))
+    note_budget(build_flow(QUEST), Budget(0, 1, 2, ratio=0.1))
+    assert capsys.readouterr() == ("", "")

@@ -11,20 +11,22 @@ import torch
 import typer
 
 from kvsieve.backends import backend_names
-from kvsieve.bench import Measurement, Setting, parse_budget, run_bench, run_seeding
+from kvsieve.bench import Measurement, Setting, run_bench, run_seeding
 from kvsieve.bench.plot import plot_measurement
 from kvsieve.bench.setting import parse_heads
+from kvsieve.budget_text import parse_budget
+from kvsieve.cli import declared
 from kvsieve.cli.bench_report import print_measurement
+from kvsieve.cli.declared import BUDGET_WORDS, PAGES_WORDS
 from kvsieve.cli.files import check_output, check_plot
-from kvsieve.cli.options import check_device, parse_dtype
+from kvsieve.cli.options import check_device, load_flows, note_budget, parse_dtype
 from kvsieve.cli.seeding_report import print_seeding
 from kvsieve.cli.terminal import progress_bar
 from kvsieve.errors import ConfigError, UnknownName
-from kvsieve.flow import load_flow
 
 DEFAULT_FLOWS = ("block_sparse_attention", "gqa_quest_sparse_attention")
 DEFAULT_CONTEXTS = (4096, 16384)
-FLOWS_HELP = f"registered name, or file.py:ClassName; may be repeated  [default: {', '.join(DEFAULT_FLOWS)}]"
+FLOWS_HELP = f"{declared.FLOW_WORDS}; may be repeated  [default: {', '.join(DEFAULT_FLOWS)}]"
 LAYERS_HELP = (
     "layers that share a step's plan; each finds its memory cold  [default: 4; on a GPU enough to exceed its cache]"
 )
@@ -36,14 +38,15 @@ CONTEXTS_HELP = "tokens per request; may be repeated  [default: 4096, 16384]"
 
 def bench_command(
     flow: list[str] = typer.Option([], help=FLOWS_HELP),
+    flow_arg: list[str] = declared.FLOW_ARGS,
     context: list[int] = typer.Option([], min=3, help=CONTEXTS_HELP),
     backend: str | None = typer.Option(None, help="backend to measure  [default: triton on a GPU, else compiled]"),
-    device: str = typer.Option("cpu", help="cpu, cuda, cuda:1, ..."),
+    device: str = declared.DEVICE,
     batch: int = typer.Option(1, min=1, help="requests in the batch"),
     heads: str = typer.Option("32/8", help="query heads/KV heads"),
     head_dim: int = typer.Option(128, min=1, help="width of queries, keys and values"),
     page_size: int = typer.Option(16, min=1, help="tokens per page, for flows that take any"),
-    budget: str = typer.Option("64+1+2", help="pages chosen+sink+recent; the same tokens for flows of another page"),
+    budget: str = typer.Option("64+1+2", help=BUDGET_WORDS + PAGES_WORDS + "; the same tokens for any page"),
     dtype: str = typer.Option("bf16", help="fp32, bf16 or fp16: of q, K and V"),
     threads: int | None = typer.Option(None, min=1, help="CPU threads  [default: torch's]"),
     layers: int | None = typer.Option(None, min=1, help=LAYERS_HELP),
@@ -62,8 +65,8 @@ def bench_command(
     if backend not in backend_names():
         raise UnknownName("backend", backend, backend_names())
     query_heads, kv_heads = parse_heads(heads)
-    kind, pages = parse_dtype(dtype), parse_budget(budget)
-    built = [load_flow(name) for name in flow or DEFAULT_FLOWS]
+    kind, pages = parse_dtype(dtype), parse_budget(budget).budget(page_size)
+    built = load_flows(flow or DEFAULT_FLOWS, flow_arg)
     check_output(None if json_file in (None, "-") else Path(json_file), "--json")
     check_plot(None if plot is None else Path(plot))
     if threads is not None:
@@ -80,6 +83,8 @@ def bench_command(
             seeded = run_seeding(sorted(set(context or SEEDING_CONTEXTS)), setting, progress)
         write_json(seeded.as_json(), json_file, lambda: print_seeding(seeded))
         return
+    for one in built:
+        note_budget(one, setting.budget_of(one))
     with progress_bar("measuring") as progress:
         measurement = run_bench(built, sorted(set(context or DEFAULT_CONTEXTS)), setting, progress)
     write_results(measurement, json_file, plot)

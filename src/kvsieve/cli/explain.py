@@ -12,12 +12,15 @@ from typing import Any
 import typer
 from rich.text import Text
 
+from kvsieve.budget_text import parse_budget
+from kvsieve.cli import declared
+from kvsieve.cli.declared import BUDGET_WORDS, PAGES_WORDS, SHARE_WORDS
 from kvsieve.cli.eval import TEXT
 from kvsieve.cli.files import check_output, check_plot
-from kvsieve.cli.options import check_device, parse_dtype, parse_flow_arguments, parse_layers, read_file
+from kvsieve.cli.options import check_device, note_budget, parse_dtype, parse_flow_arguments, parse_layers, read_file
 from kvsieve.cli.terminal import output, progress_bar
 from kvsieve.errors import ConfigError
-from kvsieve.evaluate.contenders import flow_contender, parse_budget
+from kvsieve.evaluate.contenders import flow_contender
 from kvsieve.evaluate.explain_page import lost_words, setting_words, write_explanation
 from kvsieve.evaluate.explain_plot import choose_segments, plot_trace
 from kvsieve.evaluate.tasks import Sample, choose_tasks
@@ -30,11 +33,11 @@ LISTED = 12
 
 
 def explain_command(
-    flow: str = typer.Argument(..., metavar="FLOW", help="registered name, or file.py:ClassName"),
-    flow_arg: list[str] = typer.Option([], metavar="KEY=VALUE", help="argument of the flow; may be repeated"),
-    model: str = typer.Option("smollm2", help="smollm2, a local directory, or a hub path"),
-    budget: str = typer.Option("12.5%", help="share of the prompt (0.125, 12.5%) or tokens (256)"),
-    page_size: int | None = typer.Option(None, min=1, help="tokens per page, for flows that take any  [default: 16]"),
+    flow: str = declared.FLOW_ARGUMENT,
+    flow_arg: list[str] = declared.FLOW_ARGS,
+    model: str = declared.MODEL,
+    budget: str = typer.Option("12.5%", help=BUDGET_WORDS + SHARE_WORDS + PAGES_WORDS),
+    page_size: int | None = declared.PAGE_SIZES,
     text: str = typer.Option(TEXT, "--text", "--prompt-file", help="file with the text to continue, - for stdin"),
     context: int = typer.Option(1024, min=1, help="tokens of prompt: the last ones of the text"),
     task: str | None = typer.Option(None, help="explain a sample of this task of kvsieve eval, and go on from there"),
@@ -43,11 +46,11 @@ def explain_command(
     max_new_tokens: int = typer.Option(32, min=1, help="tokens to generate, greedily"),
     layer: str = typer.Option("", metavar="LAYERS", help="layers of the PNG, such as 0,4-6  [default: the worst one]"),
     head: str = typer.Option("", metavar="HEADS", help="KV heads of the PNG  [default: the worst one]"),
-    dtype: str = typer.Option("fp32", help="fp32, bf16 or fp16"),
-    device: str = typer.Option("cpu", help="cpu, cuda, cuda:1, ..."),
+    dtype: str = declared.DTYPE,
+    device: str = declared.DEVICE,
     plot: Path | None = typer.Option(None, metavar="FILE", help="save a PNG; needs matplotlib"),
     report: Path | None = typer.Option(None, metavar="FILE", help="write one HTML file, tokens under the cursor"),
-    as_json: bool = typer.Option(False, "--json", help="print one JSON object and nothing else on stdout"),
+    as_json: bool = declared.AS_JSON,
 ) -> None:
     """Show the pages kept over steps beside the exact attention, and the lost page that mattered most."""
     if task is None and (sample is not None or seed is not None):
@@ -65,7 +68,9 @@ def explain_command(
     loaded, tokenizer = load_model(model, kind, device=device)
     prompt = choose_prompt(Corpus(tokenizer, source), context, task, seed or 0, sample or 0)
     built = contender.build()
-    pages = contender.budget(built, wish.of(len(prompt.prefix)))
+    beyond = len(prompt.question) + max_new_tokens
+    pages = wish.budget(contender.page_size, len(prompt.prefix), beyond, selects=built.score is not None)
+    note_budget(built, pages)
     with progress_bar("explain") as progress:
         trace = record(
             loaded, tokenizer, built, pages, contender.page_size, prompt.prefix, prompt.question, max_new_tokens,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvsieve.budget import Budget
+from kvsieve.budget import Budget, BudgetTooSmall
 from kvsieve.dtypes import DTYPES
-from kvsieve.errors import ConfigError, UnknownName
-from kvsieve.flow import Flow
+from kvsieve.errors import ConfigError, UnknownName, check_integer
+from kvsieve.flow import Flow, flow_name, load_flow
 from kvsieve.retention import Evict, Keep, Retention
 
 CONSTANTS: dict[str, Any] = {"true": True, "false": False, "none": None}
@@ -99,19 +99,62 @@ def choose_budget(
     """
     in_pages = {"topk": topk, "sink": sink, "recent": recent, "ratio": ratio}
     given = {name: value for name, value in in_pages.items() if value is not None}
-    if given and tokens is not None:
-        raise ConfigError(
-            f"expected either --budget-tokens or pages, received --budget-tokens and --{', --'.join(given)}; drop one"
-        )
+    refuse_mixed(tokens, given)
     if given and flow.score is not None and not {"topk", "ratio"} & set(given):
         raise ConfigError(
             f"a budget in pages needs --topk or --ratio, received only --{', --'.join(given)}: the flow would choose "
             "nothing; add --topk N (--topk 0 for sink and recent pages alone)"
         )
+    for name, least in (("topk", 0), ("sink", 0), ("recent", 1)):
+        check_integer(f"--{name}", given.get(name, least), least)
+    if ratio is not None and not 0 <= ratio <= 1:
+        raise ConfigError(f"--ratio: expected a number in [0, 1], received {ratio}")
     if given:
         return Budget(**{"topk": 0, **given})  # type: ignore[arg-type]
     wanted = DEFAULT_BUDGET_TOKENS if tokens is None else tokens
-    return Budget.tokens(wanted, page_size, selects=flow.score is not None)
+    check_integer("--budget-tokens", wanted, 1)
+    try:
+        return Budget.tokens(wanted, page_size, selects=flow.score is not None)
+    except BudgetTooSmall as error:
+        raise ConfigError(
+            f"--budget-tokens: {error.problem}; raise the budget to {error.least} tokens, lower --page-size, or count "
+            "pages with --topk, --sink and --recent"
+        ) from None
+
+
+def refuse_mixed(tokens: int | None, pages: Collection[str]) -> None:
+    """Refuse a budget in tokens and in pages, by the options that were given.
+
+    Raises:
+        ConfigError: both.
+    """
+    if tokens is not None and pages:
+        raise ConfigError(
+            f"expected either --budget-tokens or pages, received --budget-tokens and --{', --'.join(pages)}; drop one"
+        )
+
+
+def note_budget(flow: Flow, budget: Budget) -> None:
+    """Say on stderr that a budget leaves a flow nothing to choose: what it keeps is no work of its own."""
+    if flow.score is None:
+        why = "it has no score: it attends sink and recent pages only"
+    elif not budget.topk and not budget.ratio:
+        why = "the budget is all sink and recent pages"
+    else:
+        return
+    print(f"note: flow {flow_name(flow)} chooses no pages, for {why}", file=sys.stderr)
+
+
+def load_flows(names: Sequence[str], pairs: Sequence[str]) -> list[Flow]:
+    """Flows of a command; with arguments there may be one.
+
+    Raises:
+        ConfigError: arguments for several flows, or wrong ones.
+    """
+    arguments = parse_flow_arguments(pairs)
+    if arguments and len(set(names)) > 1:
+        raise ConfigError("--flow-arg belongs to one flow: expected one, received several; run them one by one")
+    return [load_flow(name, **arguments) for name in names]
 
 
 def choose_retention(

@@ -12,7 +12,8 @@ from typing import Any
 
 import typer
 
-from kvsieve.cli.options import parse_flow_arguments, parse_layers
+from kvsieve.cli import declared
+from kvsieve.cli.options import parse_flow_arguments, parse_layers, refuse_mixed
 from kvsieve.errors import ConfigError
 from kvsieve.integrations.vllm.config import KEY, default_backend, parse
 from kvsieve.integrations.vllm.doctor import PACKAGES, is_installed, serving_device
@@ -23,15 +24,15 @@ METRICS = "PROMETHEUS_MULTIPROC_DIR"
 def serve_command(
     context: typer.Context,
     model: str = typer.Argument(help="what vllm serve loads: a directory or a hub path"),
-    flow: str = typer.Option(..., help="registered name, or file.py:ClassName"),
-    flow_arg: list[str] = typer.Option([], metavar="KEY=VALUE", help="argument of the flow; may be repeated"),
-    budget_tokens: int | None = typer.Option(None, help="tokens attended per step, instead of pages"),
-    topk: int | None = typer.Option(None, help="pages chosen by score"),
-    sink: int | None = typer.Option(None, help="first pages, always attended"),
-    recent: int | None = typer.Option(None, help="last pages, always attended"),
-    ratio: float | None = typer.Option(None, help="share of all pages to keep, 0 to 1"),
-    page_size: int | None = typer.Option(None, help="tokens per page  [default: the flow's own, or 16]"),
-    skip_layers: str = typer.Option("", metavar="LAYERS", help="layers that stay dense, such as 0,1,4-6"),
+    flow: str = declared.FLOW,
+    flow_arg: list[str] = declared.FLOW_ARGS,
+    budget_tokens: int | None = declared.BUDGET_TOKENS,
+    topk: int | None = declared.TOPK,
+    sink: int | None = declared.SINK,
+    recent: int | None = declared.RECENT,
+    ratio: float | None = declared.RATIO,
+    page_size: int | None = declared.PAGE_SIZE,
+    skip_layers: str = declared.SKIP_LAYERS,
     backend: str | None = typer.Option(
         None, help="backend that runs the flow  [default: triton on a CUDA GPU, else compiled]"
     ),
@@ -40,7 +41,9 @@ def serve_command(
 ) -> None:
     """Serve a model with vLLM and a sparse-attention flow. Further options go to vllm serve: --port 8000, ..."""
     device = serving_device()
-    pages = {"topk": topk, "sink": sink, "recent": recent, "ratio": ratio, "tokens": budget_tokens}
+    pages = {"topk": topk, "sink": sink, "recent": recent, "ratio": ratio}
+    refuse_mixed(budget_tokens, [name for name, value in pages.items() if value is not None])
+    pages["tokens"] = budget_tokens
     options: dict[str, Any] = {
         "flow": absolute(flow),
         "flow_args": parse_flow_arguments(flow_arg),

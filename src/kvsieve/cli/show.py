@@ -9,6 +9,7 @@ import torch
 import typer
 from torch import fx
 
+from kvsieve.cli import declared
 from kvsieve.cli.flow_table import describe
 from kvsieve.cli.options import parse_dtype, parse_flow_arguments
 from kvsieve.dtypes import torch_name
@@ -23,12 +24,12 @@ INDENT = "    "
 
 
 def show_command(
-    flow: str = typer.Argument(..., metavar="FLOW", help="registered name, or file.py:ClassName"),
-    flow_arg: list[str] = typer.Option([], metavar="KEY=VALUE", help="argument of the flow; may be repeated"),
+    flow: str = declared.FLOW_ARGUMENT,
+    flow_arg: list[str] = declared.FLOW_ARGS,
     as_graph: bool = typer.Option(False, "--graph", help="the checked graph of one request and one KV head"),
     as_lowered: bool = typer.Option(False, "--lowered", help="the batched graph that eager and compiled run"),
     as_kernel: bool = typer.Option(False, "--kernel", help="the source that backend triton generates"),
-    page_size: int | None = typer.Option(None, min=1, help="tokens per page, for flows that take any  [default: 16]"),
+    page_size: int | None = declared.PAGE_SIZES,
     head_dim: int = typer.Option(128, min=1, help="width of queries and keys"),
     v_head_dim: int | None = typer.Option(None, min=1, help="width of values  [default: head_dim]"),
     group: int = typer.Option(4, min=1, help="query heads per KV head"),

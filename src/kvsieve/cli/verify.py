@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvsieve.backends import backend_names, get_backend
+from kvsieve.cli import declared
 from kvsieve.cli.accumulator import accumulator_command, accumulator_options
 from kvsieve.cli.mutants import run_mutants
 from kvsieve.cli.options import check_device, parse_flow_arguments
@@ -29,11 +30,11 @@ PROBE = (LayerShape(1, 2, 8, 8),)
 
 
 def verify_command(
-    flow: str | None = typer.Argument(None, help="registered name, or file.py:ClassName"),
+    flow: str | None = typer.Argument(None, metavar="FLOW", help=declared.FLOW_WORDS),
     everything: bool = typer.Option(False, "--all", help="every registered flow, over the whole grid of geometries"),
-    flow_arg: list[str] = typer.Option([], metavar="KEY=VALUE", help="argument of the flow; may be repeated"),
+    flow_arg: list[str] = declared.FLOW_ARGS,
     backend: str = typer.Option("eager", help="backend to check"),
-    device: str = typer.Option("cpu", help="cpu, cuda, cuda:1, ..."),
+    device: str = declared.DEVICE,
     dtype: str = typer.Option("fp32", help="fp32, bf16 or fp16: of q, K and V"),
     seed: int = typer.Option(0, help="seed of all data and programmes"),
     grid: bool = typer.Option(False, "--grid", help="add the whole grid of geometries for one flow"),
@@ -50,7 +51,7 @@ def verify_command(
     recent: int | None = typer.Option(None, help="accumulator harness: last pages"),
     decay: float | None = typer.Option(None, help="accumulator harness: decay of the flow's state"),
     state_dtype: str | None = typer.Option(None, help="accumulator harness: float32, bfloat16 or float16"),
-    as_json: bool = typer.Option(False, "--json", help="print JSON and nothing else on stdout"),
+    as_json: bool = declared.AS_JSON,
 ) -> int:
     """Check flows against the float64 reference. Exit code 0: correct; 1: wrong; 2: the command was.
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from kvsieve.budget_text import BudgetText
 from kvsieve.dtypes import DTYPES
 from kvsieve.errors import ConfigError, KvsieveError
-from kvsieve.evaluate.contenders import DENSE, BudgetWish, Contender
+from kvsieve.evaluate.contenders import DENSE, Contender
 from kvsieve.evaluate.decode import Batch
 from kvsieve.evaluate.store import Key, Result, ResultStore
 from kvsieve.evaluate.tasks import TAIL, TASKS
@@ -52,12 +53,12 @@ class Wish:
     contenders: Sequence[Contender]
     tasks: Sequence[str]
     contexts: Sequence[int]
-    budgets: Sequence[BudgetWish]
+    budgets: Sequence[BudgetText]
     samples: int
 
     def keys(self, task: str, context: int, samples: Sequence[int]) -> Iterator[tuple[Contender, list[Key]]]:
         """Per contender and budget the results of some samples. Dense has one budget: everything."""
-        tokens = list(dict.fromkeys(budget.of(context) for budget in self.budgets))
+        tokens = list(dict.fromkeys(budget.of(context, TAIL) for budget in self.budgets))
         for contender in self.contenders:
             for count in [context + TAIL] if contender.rule == DENSE else tokens:
                 yield contender, [Key(task, context, count, contender.name, sample) for sample in samples]
@@ -74,7 +75,8 @@ class Wish:
                 for budget in self.budgets:
                     if contender.evicts:
                         Evict(budget.of(context))
-                    contender.budget(flow, budget.of(context))
+                    if contender.rule != DENSE:
+                        budget.budget(contender.page_size, context, selects=flow.score is not None)
 
     def digests(self) -> dict[str, str]:
         """Digest by contender."""
