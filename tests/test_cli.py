@@ -33,7 +33,7 @@ def run(*arguments: str) -> int:
 
 def flows_json(capsys: pytest.CaptureFixture[str]) -> dict[str, dict]:
     assert run("flows", "--json") == 0
-    return {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    return {row["name"]: row for row in json.loads(capsys.readouterr().out)["flows"]}
 
 
 def test_flows_json_counts_bytes_by_hand(capsys):
@@ -136,19 +136,24 @@ def test_flows_markdown_and_terminal_say_what_json_says(capsys):
         (["new", "json"], "hide another module"),
         (["new", QUEST], "registered already"),
         (["new", "mine", "--directory", "/no/such/directory"], "existing directory"),
+        (["new", "mine", "--directory", "/dev/null"], "received a file"),
+        (["verify", QUEST, "--events", "5"], "--events: expected --fuzz N beside it"),
+        (["verify", QUEST, "--fuzz", "2", "--grid"], "--grid: expected a flow's checks, received --fuzz"),
+        (["verify", QUEST, "--steps", "9", "--grid"], "received the accumulator harness, which has no grid"),
+        (["verify", QUEST, "--fuzz", "2", "--head-dim", "9"], "--head-dim is of the accumulator harness"),
         (["generate", "--flow", "nope", "--prompt", "x"], "unknown flow 'nope': known: "),
         (["eval", QUEST, "--text", "/dev/null", "--report", "."], "--report"),
-        (["eval", QUEST, "--text", "/dev/null", "--report", "/dev/null/x.html"], "directory that exists"),
+        (["eval", QUEST, "--text", "/dev/null", "--report", "/dev/null/x.html"], "/dev/null is none"),
         (["eval", QUEST, "streaming_llm", "--evict"], "--evict: expected a flow that evicts by attention mass"),
         (["explain", QUEST, "--report", "."], "received a directory"),
         (["explain", QUEST, "--plot", "."], "received a directory"),
-        (["explain", QUEST, "--plot", "none/x.png"], "directory that exists"),
+        (["explain", QUEST, "--plot", "/dev/null/x.png"], "/dev/null is none"),
         (["explain", QUEST, "--sample", "3"], "expected --task"),
         (["explain", QUEST, "--seed", "0"], "expected --task"),
         (["explain", QUEST, "--layer", "3"], "expected --plot"),
         (["explain", QUEST, "--head", "0"], "expected --plot"),
         (["study", "decay", "--plot", "."], "received a directory"),
-        (["study", "weights", "--plot", "none/x.png"], "directory that exists"),
+        (["study", "weights", "--plot", "/dev/null/x.png"], "/dev/null is none"),
         (["bench", "--context", "40", "--json", "."], "received a directory"),
         (["bench", "--context", "40", "--plot", "."], "received a directory"),
         (["bench", "--seeding", "--json", "."], "received a directory"),
@@ -289,7 +294,7 @@ def test_plots_of_a_kind_that_is_not_drawn_are_refused_before_the_work(monkeypat
 
 
 def test_missing_folders_of_a_report_are_no_fault_and_nothing_is_made_early(tmp_path):
-    check_output(tmp_path / "new" / "folder" / "x.html", "--report", makes_folder=True)
+    check_output(tmp_path / "new" / "folder" / "x.html", "--report")
     assert not list(tmp_path.iterdir())
 
 

@@ -15,7 +15,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # From the bottom up: a module imports from its own row and the rows above it in this list, never from those below.
 LAYERS = (
-    {"errors", "dtypes", "cache", "version", "workers"},
+    {"errors", "dtypes", "cache", "version", "workers", "outputs"},
     {"budget", "mass", "retention", "flow_file", "flow_names", "budget_text"},
     {"flow"},
     {"flows"},

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import math
 from typing import Any
 
+from kvsieve.cli.json_output import print_json
 from kvsieve.cli.terminal import progress_bar
 from kvsieve.flow import Flow
 from kvsieve.verify.accumulator import run_accumulator
@@ -28,14 +27,5 @@ def accumulator_command(flow: Flow, options: AccumulatorOptions, *, as_json: boo
     """Run, print, and return the exit code: 0 passed, 1 failed."""
     with progress_bar("accumulator") as progress:
         report = run_accumulator(flow, options, progress=progress)
-    print(json.dumps(finite(report.as_json()), allow_nan=False) if as_json else report.text())
+    print_json("verify", report.as_json()) if as_json else print(report.text())
     return 0 if report.passed else 1
-
-
-def finite(value: Any) -> Any:
-    """JSON values in which NaN and infinities, which JSON lacks, are text."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

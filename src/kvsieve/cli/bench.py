@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,12 @@ from kvsieve.cli import declared
 from kvsieve.cli.bench_report import print_measurement
 from kvsieve.cli.declared import BUDGET_WORDS, PAGES_WORDS
 from kvsieve.cli.files import check_output, check_plot
+from kvsieve.cli.json_output import json_text, print_json
 from kvsieve.cli.options import check_device, load_flows, note_budget, parse_dtype
 from kvsieve.cli.seeding_report import print_seeding
 from kvsieve.cli.terminal import progress_bar
 from kvsieve.errors import ConfigError, UnknownName
+from kvsieve.outputs import new_file, write_text
 
 DEFAULT_FLOWS = ("block_sparse_attention", "gqa_quest_sparse_attention")
 DEFAULT_CONTEXTS = (4096, 16384)
@@ -33,6 +34,7 @@ LAYERS_HELP = (
 SEEDING_CONTEXTS = (2048, 4096, 8192)
 SEEDING_HELP = "measure instead what seeding attention mass costs beside dense prefill, at 2048, 4096 and 8192 tokens"
 TUNE_HELP = "on a GPU: first try other tilings of the generated kernels, and keep the best for these sizes in the cache"
+JSON_HELP = "write one JSON object here (docs/json.md); - is stdout, and nothing else there"
 CONTEXTS_HELP = "tokens per request; may be repeated  [default: 4096, 16384]"
 
 
@@ -51,7 +53,7 @@ def bench_command(
     threads: int | None = typer.Option(None, min=1, help="CPU threads  [default: torch's]"),
     layers: int | None = typer.Option(None, min=1, help=LAYERS_HELP),
     repeats: int = typer.Option(25, min=3, help="measurements of each phase"),
-    json_file: str | None = typer.Option(None, "--json", metavar="FILE", help="write the numbers here; - is stdout"),
+    json_file: str | None = typer.Option(None, "--json", metavar="FILE", help=JSON_HELP),
     plot: str | None = typer.Option(None, metavar="FILE.png", help="draw time against context here"),
     tune: bool = typer.Option(False, "--tune", help=TUNE_HELP),
     seeding: bool = typer.Option(False, "--seeding", help=SEEDING_HELP),
@@ -94,18 +96,15 @@ def write_results(measurement: Measurement, json_file: str | None, plot: str | N
     """The table, unless JSON goes to stdout; the JSON and PNG files that were asked for."""
     write_json(measurement.as_json(), json_file, lambda: print_measurement(measurement))
     if plot is not None:
-        plot_measurement(measurement, Path(plot).expanduser())
+        with new_file(Path(plot), "--plot") as name:
+            plot_measurement(measurement, name)
 
 
 def write_json(data: dict[str, Any], json_file: str | None, show: Callable[[], None]) -> None:
     """JSON to stdout, or what ``show`` prints and the JSON file that was asked for."""
-    text = json.dumps(data, indent=2)
     if json_file == "-":
-        print(text)
+        print_json("bench", data)
         return
     show()
     if json_file is not None:
-        try:
-            Path(json_file).expanduser().write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"--json {json_file}: {error.strerror or error}; expected a writable file") from None
+        write_text(Path(json_file), json_text("bench", data, indent=2) + "\n", "--json")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from kvsieve.budget_text import parse_budget
 from kvsieve.cli import declared
 from kvsieve.cli.declared import BUDGET_WORDS, SHARE_WORDS
 from kvsieve.cli.files import check_output
+from kvsieve.cli.json_output import print_json
 from kvsieve.cli.options import check_device, note_budget, parse_dtype, parse_flow_arguments, read_file
 from kvsieve.cli.terminal import output, progress_bar
 from kvsieve.errors import ConfigError, UnknownName
@@ -82,7 +82,8 @@ def eval_command(
         raise UnknownName("backend", backend, backend_names())
     parse_dtype(dtype)
     check_device(device)
-    check_output(report, "--report", makes_folder=True)
+    check_output(report, "--report")
+    check_output(results, "--results")
     default = QUICK if quick else FULL
     contenders = line_up(names, arguments, page_size, references, evict)
     if evict and not any(one.evicts for one in contenders):
@@ -105,7 +106,7 @@ def eval_command(
     if report is not None:
         write_report(summary, report, shlex.join(["kvsieve", *sys.argv[1:]]))
     if as_json:
-        print(json.dumps(summary.as_json()))
+        print_json("eval", summary.as_json())
     else:
         show(summary)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from kvsieve.cli import declared
 from kvsieve.cli.declared import BUDGET_WORDS, PAGES_WORDS, SHARE_WORDS
 from kvsieve.cli.eval import TEXT
 from kvsieve.cli.files import check_output, check_plot
+from kvsieve.cli.json_output import print_json
 from kvsieve.cli.options import check_device, note_budget, parse_dtype, parse_flow_arguments, parse_layers, read_file
 from kvsieve.cli.terminal import output, progress_bar
 from kvsieve.errors import ConfigError
@@ -27,6 +27,7 @@ from kvsieve.evaluate.tasks import Sample, choose_tasks
 from kvsieve.evaluate.text import Corpus
 from kvsieve.evaluate.trace import Trace, record
 from kvsieve.models import load_model, quiet_transformers
+from kvsieve.outputs import new_file
 
 PIPE_WIDTH = 110
 LISTED = 12
@@ -60,7 +61,7 @@ def explain_command(
             "--layer and --head: expected --plot beside them, received none; the HTML report has them all"
         )
     check_plot(plot)
-    check_output(report, "--report", makes_folder=True)
+    check_output(report, "--report")
     contender, wish = flow_contender(flow, parse_flow_arguments(flow_arg), page_size), parse_budget(budget)
     kind, source = parse_dtype(dtype), read_file(text, "--text").rstrip("\r\n")
     check_device(device)
@@ -78,10 +79,11 @@ def explain_command(
         )  # fmt: skip
     if plot is not None:
         layers, heads = (parse_layers(words, option) for words, option in ((layer, "--layer"), (head, "--head")))
-        plot_trace(trace, choose_segments(trace, layers, heads), plot)
+        with new_file(plot, "--plot") as name:
+            plot_trace(trace, choose_segments(trace, layers, heads), name)
     if report is not None:
         write_explanation(trace, report, shlex.join(["kvsieve", *sys.argv[1:]]))
-    print(json.dumps(trace_json(trace))) if as_json else show(trace)
+    print_json("explain", trace_json(trace)) if as_json else show(trace)
 
 
 def choose_prompt(corpus: Corpus, context: int, task: str | None, seed: int, sample: int) -> Sample:

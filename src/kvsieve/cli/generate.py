@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import typer
@@ -10,6 +9,7 @@ import typer
 from kvsieve.backends import backend_names
 from kvsieve.cli import declared
 from kvsieve.cli.generation import Setup, find_parting, prepare, run_dense, run_sparse
+from kvsieve.cli.json_output import print_json
 from kvsieve.cli.options import (
     check_device,
     choose_budget,
@@ -73,7 +73,7 @@ def generate_command(
     words = {**setup_words(setup, model, dtype, device), "backend": backend}
     result = Comparison(words, flow, repr(built), size, budget or kept, sparse, dense, parting)
     if as_json:
-        print(json.dumps(result.as_json(), ensure_ascii=False))
+        print_json("generate", result.as_json())
     else:
         print_report(result)
 
