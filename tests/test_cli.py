@@ -16,7 +16,14 @@ from kvsieve.budget import Budget
 from kvsieve.cli import main
 from kvsieve.cli.files import check_output
 from kvsieve.cli.generation import Parting, find_parting
-from kvsieve.cli.options import choose_budget, choose_retention, note_budget, parse_flow_arguments, parse_layers
+from kvsieve.cli.options import (
+    choose_budget,
+    choose_retention,
+    note_budget,
+    parse_flow_arguments,
+    parse_layers,
+    read_text,
+)
 from kvsieve.errors import ConfigError
 from kvsieve.flow import build_flow, choose_page_size, list_flows, load_flow
 from kvsieve.retention import Evict, Keep
@@ -129,6 +136,8 @@ def test_flows_markdown_and_terminal_say_what_json_says(capsys):
         ([*EVICT, "streaming_llm", "--capacity", "64", "--recent", "4"], "set recent=60"),
         ([*EVICT, "h2o", "--capacity", "64", "--skip-layers", "0"], "expected no dense layers"),
         ([*EVICT, "h2o", "--capacity", "64", "--flow-arg", "decay=2"], "decay"),
+        (["show", QUEST, "--page-size", "0"], ", received '0' (kvsieve show --help"),
+        (["show", QUEST, "--page-size=x"], ", received 'x' (kvsieve show --help"),
         (["new", "class"], "identifier"),
         (["new", "2x"], "identifier"),
         (["new", "a-b"], "identifier"),
@@ -344,3 +353,14 @@ def test_a_budget_that_leaves_nothing_to_choose_is_told(capsys):
     note_budget(build_flow(QUEST), Budget(1, 1, 2))
     note_budget(build_flow(QUEST), Budget(0, 1, 2, ratio=0.1))
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_default_text_is_found_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = Path(__file__).parents[1] / "examples" / "jargon.txt"
+    assert read_text(None) == own.read_text(encoding="utf-8")
+    (tmp_path / "mine.txt").write_text("mine")
+    assert read_text("mine.txt") == "mine"
+    monkeypatch.setattr("kvsieve.cli.options.OWN_TEXTS", (tmp_path / "none",))
+    with pytest.raises(ConfigError, match="--text: expected a file with a text, received none"):
+        read_text(None)

@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        print(f"error: {one_line(error, arguments)}", file=sys.stderr)
         if os.environ.get("KVSIEVE_TRACEBACK"):
             raise
         return USAGE
@@ -78,14 +79,22 @@ def run(arguments: Sequence[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: Exception, arguments: Sequence[str] = ()) -> str:
     """An exception as one line for the user; what is not a user's error says its type and how to see more."""
     if isinstance(error, UsageProblem):
         context: Any = getattr(error, "ctx", None)
         command = context.command_path if context else "kvsieve"
-        message = f"{error.format_message()} ({command} --help lists what there is)"
+        message = f"{error.format_message()}{_received(error, arguments)} ({command} --help lists what there is)"
     elif isinstance(error, KvsieveError):
         message = str(error)
     else:
         message = f"{type(error).__name__}: {error} (KVSIEVE_TRACEBACK=1 shows where)"
     return " ".join(message.split())
+
+
+def _received(error: Any, arguments: Sequence[str]) -> str:
+    """What was given for the option that an error of Typer's is about; nothing where it was given more than once."""
+    options = [name for name in getattr(getattr(error, "param", None), "opts", []) if name.startswith("-")]
+    given = [value for name, value in pairwise(arguments) if name in options]
+    given += [word.partition("=")[2] for word in arguments if word.partition("=")[0] in options and "=" in word]
+    return f", received {given[0]!r}" if len(given) == 1 else ""

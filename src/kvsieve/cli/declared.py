@@ -11,6 +11,8 @@ BUDGET_WORDS = "tokens attended per step such as 256, sink and recent ones inclu
 SHARE_WORDS = ", or a share of the context such as 12.5% or 0.125"
 PAGES_WORDS = ", or pages chosen+sink+recent such as 64+1+2"
 
+OWN_TEXT = "  [default: kvsieve's examples/jargon.txt]"
+
 FLOW: Any = typer.Option(..., help=FLOW_WORDS)
 FLOW_ARGUMENT: Any = typer.Argument(..., metavar="FLOW", help=FLOW_WORDS)
 FLOW_ARGS: Any = typer.Option([], "--flow-arg", metavar="KEY=VALUE", help="argument of the flow; may be repeated")

@@ -18,7 +18,7 @@ from kvsieve.cli import declared
 from kvsieve.cli.declared import BUDGET_WORDS, SHARE_WORDS
 from kvsieve.cli.files import check_output
 from kvsieve.cli.json_output import print_json
-from kvsieve.cli.options import check_device, note_budget, parse_dtype, parse_flow_arguments, read_file
+from kvsieve.cli.options import check_device, note_budget, parse_dtype, parse_flow_arguments, read_text
 from kvsieve.cli.terminal import output, progress_bar
 from kvsieve.errors import ConfigError, UnknownName
 from kvsieve.evaluate.cells import COLUMNS, LEGEND, cells, heading
@@ -32,7 +32,6 @@ from kvsieve.flow import list_flows
 from kvsieve.models import quiet_transformers
 
 PIPE_WIDTH = 160
-TEXT = "examples/jargon.txt"
 TASK_HELP = f"{', '.join(TASKS)}; may be repeated"
 QUICK: dict[str, Any] = {
     "task": ["needle", "repeat", "perplexity"],
@@ -54,7 +53,7 @@ def eval_command(
     task: list[str] = typer.Option([], help=TASK_HELP),
     samples: int | None = typer.Option(None, min=1, help="samples per task and context"),
     quick: bool = typer.Option(False, help="three tasks, 12.5%, 1024 tokens, 4 samples, unless they are given"),
-    text: str = typer.Option(TEXT, help="file with the text that contexts are cut from"),
+    text: str | None = typer.Option(None, help="file with the text that contexts are cut from" + declared.OWN_TEXT),
     seed: int = typer.Option(0, help="seed of all samples"),
     page_size: int | None = declared.PAGE_SIZES,
     dtype: str = declared.DTYPE,
@@ -95,7 +94,7 @@ def eval_command(
         [parse_budget(one) for one in budget or default["budget"]],
         samples or default["samples"],
     )
-    setting = Setting(model, read_file(text, "--text"), dtype, device, backend, seed, batch)
+    setting = Setting(model, read_text(text), dtype, device, backend, seed, batch)
     wish.check()
     for one in contenders:
         if one.spec in names and not one.evicts:

@@ -14,10 +14,9 @@ from rich.text import Text
 from kvsieve.budget_text import parse_budget
 from kvsieve.cli import declared
 from kvsieve.cli.declared import BUDGET_WORDS, PAGES_WORDS, SHARE_WORDS
-from kvsieve.cli.eval import TEXT
 from kvsieve.cli.files import check_output, check_plot
 from kvsieve.cli.json_output import print_json
-from kvsieve.cli.options import check_device, note_budget, parse_dtype, parse_flow_arguments, parse_layers, read_file
+from kvsieve.cli.options import check_device, note_budget, parse_dtype, parse_flow_arguments, parse_layers, read_text
 from kvsieve.cli.terminal import output, progress_bar
 from kvsieve.errors import ConfigError
 from kvsieve.evaluate.contenders import flow_contender
@@ -31,6 +30,7 @@ from kvsieve.outputs import new_file
 
 PIPE_WIDTH = 110
 LISTED = 12
+TEXT_HELP = "file with the text to continue, - for stdin" + declared.OWN_TEXT
 
 
 def explain_command(
@@ -39,7 +39,7 @@ def explain_command(
     model: str = declared.MODEL,
     budget: str = typer.Option("12.5%", help=BUDGET_WORDS + SHARE_WORDS + PAGES_WORDS),
     page_size: int | None = declared.PAGE_SIZES,
-    text: str = typer.Option(TEXT, "--text", "--prompt-file", help="file with the text to continue, - for stdin"),
+    text: str | None = typer.Option(None, "--text", "--prompt-file", help=TEXT_HELP),
     context: int = typer.Option(1024, min=1, help="tokens of prompt: the last ones of the text"),
     task: str | None = typer.Option(None, help="explain a sample of this task of kvsieve eval, and go on from there"),
     sample: int | None = typer.Option(None, min=0, help="number of that sample  [default: 0]"),
@@ -63,7 +63,7 @@ def explain_command(
     check_plot(plot)
     check_output(report, "--report")
     contender, wish = flow_contender(flow, parse_flow_arguments(flow_arg), page_size), parse_budget(budget)
-    kind, source = parse_dtype(dtype), read_file(text, "--text").rstrip("\r\n")
+    kind, source = parse_dtype(dtype), read_text(text).rstrip("\r\n")
     check_device(device)
     quiet_transformers()
     loaded, tokenizer = load_model(model, kind, device=device)

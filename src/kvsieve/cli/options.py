@@ -19,6 +19,9 @@ from kvsieve.retention import Evict, Keep, Retention
 CONSTANTS: dict[str, Any] = {"true": True, "false": False, "none": None}
 DEFAULT_BUDGET_TOKENS = 512
 RETENTIONS = ("keep", "evict")
+PACKAGE = Path(__file__).parents[1]
+OWN_TEXTS = (PACKAGE / "evaluate" / "jargon.txt", PACKAGE.parents[1] / "examples" / "jargon.txt")
+"""Where a wheel and a checkout have the text that commands read unless another is named."""
 
 
 def parse_flow_arguments(pairs: Sequence[str]) -> dict[str, Any]:
@@ -198,6 +201,20 @@ def read_file(name: str, option: str) -> str:
         raise ConfigError(f"{option} {name}: expected UTF-8 text, received other bytes ({error.reason})") from None
     except OSError as error:
         raise ConfigError(f"{option} {name}: {error.strerror or error}; expected a readable text file") from None
+
+
+def read_text(name: str | None) -> str:
+    """The text of a ``--text`` file; None: kvsieve's own, from wherever it lies, whatever the working directory.
+
+    Raises:
+        ConfigError: it cannot be read, or an installation lacks it.
+    """
+    if name is not None:
+        return read_file(name, "--text")
+    own = next((path for path in OWN_TEXTS if path.is_file()), None)
+    if own is None:
+        raise ConfigError("--text: expected a file with a text, received none, and kvsieve's own is not installed here")
+    return own.read_text(encoding="utf-8")
 
 
 def check_device(name: str) -> None:

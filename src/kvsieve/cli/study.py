@@ -14,7 +14,7 @@ from kvsieve.budget import Budget
 from kvsieve.cli import declared
 from kvsieve.cli.files import check_plot
 from kvsieve.cli.json_output import print_json
-from kvsieve.cli.options import read_file
+from kvsieve.cli.options import read_text
 from kvsieve.cli.terminal import output, progress_bar
 from kvsieve.dtypes import STATE_DTYPES
 from kvsieve.models import quiet_transformers
@@ -27,7 +27,6 @@ from kvsieve.verify.study import NOISES, STEADY, DecayStudy, study_decay
 from kvsieve.verify.study_weights import RATIOS, WeightsStudy, planted_segments, study_weights
 
 PIPE_WIDTH = 150
-TEXT = "examples/jargon.txt"
 
 study_app = typer.Typer(help="Studies of the H2O flows: decay, weights, published figures.")
 AS_JSON = declared.AS_JSON
@@ -56,7 +55,7 @@ def decay_command(
 @study_app.command("weights")
 def weights_command(
     model: str = typer.Option("smollm2", help="whose keys: smollm2, a local directory, a hub path, or none"),
-    text: str = typer.Option(TEXT, help="file with the text that the model reads"),
+    text: str | None = typer.Option(None, help="file with the text that the model reads" + declared.OWN_TEXT),
     tokens: int = typer.Option(2304, min=64, help="tokens of the text"),
     queries: int = typer.Option(16, min=1, help="last tokens whose queries rank the pages"),
     topk: int = typer.Option(8, min=1, help="pages chosen"),
@@ -70,7 +69,7 @@ def weights_command(
     keys: dict[str, Sequence[Recorded]] = {"planted": planted_segments(seed)}
     if model != "none":
         quiet_transformers()
-        keys[model] = record_model(model, read_file(text, "--text"), tokens=tokens, queries=queries)
+        keys[model] = record_model(model, read_text(text), tokens=tokens, queries=queries)
     with progress_bar("weights") as progress:
         study = study_weights(keys, Budget(topk), page_size, progress=progress)
     if plot is not None:
