@@ -227,4 +227,6 @@ def check_device(name: str) -> None:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
+        if "device string" in reason:  # torch lists all that it was ever ported to
+            reason = "it is no name of a device"
         raise ConfigError(f"--device {name}: expected a device of this machine, such as cpu; {reason}") from None
