@@ -116,6 +116,8 @@ def test_flows_markdown_and_terminal_say_what_json_says(capsys):
             ["serve", "m", "--flow", QUEST, "--topk", "3", "--budget-tokens", "99"],
             "received --budget-tokens and --topk",
         ),
+        (["serve", "m", "--flow", QUEST, "--budget-tokens", "8", "--print"], "or count pages with --topk"),
+        (["serve", "m", "--flow", QUEST, "--sink", "8", "--print"], "needs --topk or --ratio, received only --sink"),
         (["explain", QUEST, "--text", "/dev/null", "--budget", "1.0"], "expected 100% for all of the context"),
         (["generate", "--flow", QUEST, "--prompt", "x", "--budget-tokens", "99", "--topk", "1"], "drop one"),
         (["generate", "--flow", QUEST, "--prompt", "x", "--ratio", "1.5"], "[0, 1]"),

@@ -19,9 +19,9 @@ FLOW_ARGS: Any = typer.Option([], "--flow-arg", metavar="KEY=VALUE", help="argum
 MODEL: Any = typer.Option("smollm2", help="smollm2, a local directory, or a hub path")
 
 BUDGET_TOKENS: Any = typer.Option(None, help=f"{BUDGET_WORDS}; without pages generate takes 512")
-TOPK: Any = typer.Option(None, help="pages chosen by score, instead of --budget-tokens")
-SINK: Any = typer.Option(None, help="first pages, always attended; with --retention evict: tokens")
-RECENT: Any = typer.Option(None, help="last pages, always attended; with --retention evict: tokens")
+TOPK: Any = typer.Option(None, help="pages chosen by score: a budget in pages, instead of --budget-tokens")
+SINK: Any = typer.Option(None, help="first pages, always attended")
+RECENT: Any = typer.Option(None, help="last pages, always attended")
 RATIO: Any = typer.Option(None, help="share of all pages to keep, 0 to 1")
 SKIP_LAYERS: Any = typer.Option("", metavar="LAYERS", help="layers that stay dense, such as 0,1,4-6")
 

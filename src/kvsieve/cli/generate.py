@@ -26,6 +26,8 @@ from kvsieve.flow import check_evicting, check_flow, choose_page_size, load_flow
 from kvsieve.models import load_model, quiet_transformers
 from kvsieve.retention import Evict, Keep
 
+CAPACITY_HELP = "tokens that stay with --retention evict; --sink and --recent are tokens then"
+
 
 def generate_command(
     flow: str = declared.FLOW,
@@ -37,7 +39,7 @@ def generate_command(
     recent: int | None = declared.RECENT,
     ratio: float | None = declared.RATIO,
     retention: str = typer.Option("keep", help="keep all K and V, or evict tokens by attention mass"),
-    capacity: int | None = typer.Option(None, help="tokens that stay with --retention evict"),
+    capacity: int | None = typer.Option(None, help=CAPACITY_HELP),
     page_size: int | None = declared.PAGE_SIZE,
     skip_layers: str = declared.SKIP_LAYERS,
     prompt: str | None = typer.Option(None, help="text to continue, taken as it is (no chat template)"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,10 @@ def choose_budget(
     """
     in_pages = {"topk": topk, "sink": sink, "recent": recent, "ratio": ratio}
     given = {name: value for name, value in in_pages.items() if value is not None}
-    refuse_mixed(tokens, given)
+    if given and tokens is not None:
+        raise ConfigError(
+            f"expected either --budget-tokens or pages, received --budget-tokens and --{', --'.join(given)}; drop one"
+        )
     if given and flow.score is not None and not {"topk", "ratio"} & set(given):
         raise ConfigError(
             f"a budget in pages needs --topk or --ratio, received only --{', --'.join(given)}: the flow would choose "
@@ -123,18 +126,6 @@ def choose_budget(
             f"--budget-tokens: {error.problem}; raise the budget to {error.least} tokens, lower --page-size, or count "
             "pages with --topk, --sink and --recent"
         ) from None
-
-
-def refuse_mixed(tokens: int | None, pages: Collection[str]) -> None:
-    """Refuse a budget in tokens and in pages, by the options that were given.
-
-    Raises:
-        ConfigError: both.
-    """
-    if tokens is not None and pages:
-        raise ConfigError(
-            f"expected either --budget-tokens or pages, received --budget-tokens and --{', --'.join(pages)}; drop one"
-        )
 
 
 def note_budget(flow: Flow, budget: Budget) -> None:

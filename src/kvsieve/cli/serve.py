@@ -13,8 +13,9 @@ from typing import Any
 import typer
 
 from kvsieve.cli import declared
-from kvsieve.cli.options import parse_flow_arguments, parse_layers, refuse_mixed
+from kvsieve.cli.options import choose_budget, note_budget, parse_flow_arguments, parse_layers
 from kvsieve.errors import ConfigError
+from kvsieve.flow import choose_page_size, load_flow
 from kvsieve.integrations.vllm.config import KEY, default_backend, parse
 from kvsieve.integrations.vllm.doctor import PACKAGES, is_installed, serving_device
 
@@ -41,9 +42,7 @@ def serve_command(
 ) -> None:
     """Serve a model with vLLM and a sparse-attention flow. Further options go to vllm serve: --port 8000, ..."""
     device = serving_device()
-    pages = {"topk": topk, "sink": sink, "recent": recent, "ratio": ratio}
-    refuse_mixed(budget_tokens, [name for name, value in pages.items() if value is not None])
-    pages["tokens"] = budget_tokens
+    pages = {"topk": topk, "sink": sink, "recent": recent, "ratio": ratio, "tokens": budget_tokens}
     options: dict[str, Any] = {
         "flow": absolute(flow),
         "flow_args": parse_flow_arguments(flow_arg),
@@ -56,6 +55,10 @@ def serve_command(
     options = {name: value for name, value in options.items() if value not in (None, {}, [], 0)}
     if "budget" not in options:
         raise ConfigError("expected a budget: --budget-tokens, or --topk or --ratio; received none")
+    built = load_flow(options["flow"], **options.get("flow_args", {}))
+    size = choose_page_size(built, page_size)
+    chosen = choose_budget(built, size, budget_tokens, topk=topk, sink=sink, recent=recent, ratio=ratio)
+    note_budget(built, chosen)
     parse(options, device)
     words = [*vllm_command(), model, "--additional-config", json.dumps({KEY: options})]
     if device == "cuda" and not any(word.startswith("--attention-") for word in context.args):
