@@ -148,6 +148,8 @@ def test_flows_markdown_and_terminal_say_what_json_says(capsys):
         (["new", QUEST], "registered already"),
         (["new", "mine", "--directory", "/no/such/directory"], "existing directory"),
         (["new", "mine", "--directory", "/dev/null"], "received a file"),
+        (["verify", TOKEN, "--steps", "1"], "error: --steps: expected an integer >= 2, received 1"),
+        (["verify", TOKEN, "--seq-len", "-4"], "error: --seq-len: expected"),
         (["verify", QUEST, "--events", "5"], "--events: expected --fuzz N beside it"),
         (["verify", QUEST, "--fuzz", "2", "--grid"], "--grid: expected a flow's checks, received --fuzz"),
         (["verify", QUEST, "--steps", "9", "--grid"], "received the accumulator harness, which has no grid"),

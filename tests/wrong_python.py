@@ -253,6 +253,7 @@ class NoAttribute(Means):
 
 COUNT = {"calls": 0}
 KEPT: list[torch.Tensor] = []
+QUERIES: list[torch.Tensor] = []
 
 
 @wrong("gives other values when it is called again", "in __init__", "as state")
@@ -274,12 +275,19 @@ class Time(Means):
         return {"mean": k.mean(0) + time.perf_counter_ns() % 977}
 
 
-@wrong("computes with tensors of an earlier call", "return what a later step needs as state")
-class RemembersInAGlobal(Means):
-    def score(self, q, pages):  # wrong
+@wrong("fails when it is called again, as if it kept something of the first call", "return what a later step needs")
+class RemembersPagesInAGlobal(Means):
+    def score(self, q, pages):
         scores = pages["mean"] @ q.mean(0)
         KEPT.append(scores)
-        return scores + KEPT[0]
+        return scores + KEPT[0]  # wrong
+
+
+@wrong("computes with tensors of an earlier call", "return what a later step needs as state")
+class RemembersQueriesInAGlobal(Means):
+    def score(self, q, pages):  # wrong
+        QUERIES.append(q.mean(0))
+        return pages["mean"] @ QUERIES[0]
 
 
 @wrong("expected the parameters (k, v), received (k)", "of one page")

@@ -153,7 +153,7 @@ def _trace_summarize(flow: Flow, geometry: Geometry) -> tuple[SegmentGraph | Non
         "v": torch.zeros(geometry.page_size, geometry.v_head_dim),
     }
     graph = checked_graph(method, export(method, call, examples, frozenset()), names)
-    refuse_history(method, call, examples)
+    refuse_history(method, call, examples, frozenset())
     unknown = sorted(set(flow.summary_dtypes) - set(names))
     if unknown:
         raise method.fail(f"summary_dtypes names {', '.join(unknown)}", f"name fields of summarize: {', '.join(names)}")
@@ -235,9 +235,10 @@ def _trace_score(
         return _distinct((scores, *state.values()), inputs)
 
     examples = _score_examples(geometry, readable, states)
-    graph = checked_graph(method, export(method, call, examples, frozenset(examples) - {"q"}), names)
+    pages = frozenset(examples) - {"q"}
+    graph = checked_graph(method, export(method, call, examples, pages), names)
     _check_outputs(method, graph, states)
-    refuse_history(method, call, examples)
+    refuse_history(method, call, examples, pages)
     return graph
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvsieve.cli.json_output import print_json
 from kvsieve.cli.terminal import progress_bar
+from kvsieve.errors import ConfigError
 from kvsieve.flow import Flow
 from kvsieve.verify.accumulator import run_accumulator
 from kvsieve.verify.accumulator_options import AccumulatorOptions, state_dtype_named
@@ -20,7 +21,11 @@ def accumulator_options(*, state_dtype: str | None = None, **options: Any) -> Ac
     given = {name: value for name, value in options.items() if value is not None}
     if state_dtype is not None:
         given["state_dtype"] = state_dtype_named(state_dtype)
-    return AccumulatorOptions(**given)
+    try:
+        return AccumulatorOptions(**given)
+    except ConfigError as error:
+        field, colon, rest = str(error).partition(":")
+        raise ConfigError(f"--{field.replace('_', '-')}{colon}{rest}" if field in given else str(error)) from None
 
 
 def accumulator_command(flow: Flow, options: AccumulatorOptions, *, as_json: bool = False) -> int:
