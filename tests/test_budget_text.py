@@ -26,6 +26,7 @@ def test_shares_and_tokens(words: str, tokens: int) -> None:
 def test_pages(words: str, pages: tuple[int, int, int]) -> None:
     topk, sink, recent = pages
     wish = parse_budget(words)
+    assert wish.chooses_none == (topk == 0) and not parse_budget("64").chooses_none
     assert wish.budget(5) == wish.budget(33, 1000) == Budget(topk, sink, recent)
     assert wish.budget(5, selects=False) == Budget(0, sink, recent + topk)
     with pytest.raises(ConfigError, match=r"--budget: expected tokens such as 256.*received pages"):

@@ -354,6 +354,7 @@ def test_a_budget_that_leaves_nothing_to_choose_is_told(capsys):
         "note: flow streaming_llm chooses no pages, for it has no score: it attends sink and recent pages only",
         f"note: flow {QUEST} chooses no pages, for the budget is all sink and recent pages",
     ]
+    note_budget(build_flow(QUEST), Budget(0, 1, 2), asked=True)
     note_budget(build_flow(QUEST), Budget(1, 1, 2))
     note_budget(build_flow(QUEST), Budget(0, 1, 2, ratio=0.1))
     assert capsys.readouterr() == ("", "")

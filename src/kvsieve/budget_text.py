@@ -28,6 +28,11 @@ class BudgetText:
     share: Fraction | None = None
     pages: Budget | None = None
 
+    @property
+    def chooses_none(self) -> bool:
+        """Whether it was written that no page is chosen."""
+        return self.pages is not None and not self.pages.topk
+
     def of(self, context: int, beyond: int = 0) -> int:
         """Tokens at a context of so many, rounded up; 100% takes in what comes ``beyond`` it.
 

@@ -67,7 +67,8 @@ def bench_command(
     if backend not in backend_names():
         raise UnknownName("backend", backend, backend_names())
     query_heads, kv_heads = parse_heads(heads)
-    kind, pages = parse_dtype(dtype), parse_budget(budget).budget(page_size)
+    kind, wish = parse_dtype(dtype), parse_budget(budget)
+    pages = wish.budget(page_size)
     built = load_flows(flow or DEFAULT_FLOWS, flow_arg)
     check_output(None if json_file in (None, "-") else Path(json_file), "--json")
     check_plot(None if plot is None else Path(plot))
@@ -86,7 +87,7 @@ def bench_command(
         write_json(seeded.as_json(), json_file, lambda: print_seeding(seeded))
         return
     for one in built:
-        note_budget(one, setting.budget_of(one))
+        note_budget(one, setting.budget_of(one), asked=wish.chooses_none)
     with progress_bar("measuring") as progress:
         measurement = run_bench(built, sorted(set(context or DEFAULT_CONTEXTS)), setting, progress)
     write_results(measurement, json_file, plot)

@@ -71,7 +71,7 @@ def explain_command(
     built = contender.build()
     beyond = len(prompt.question) + max_new_tokens
     pages = wish.budget(contender.page_size, len(prompt.prefix), beyond, selects=built.score is not None)
-    note_budget(built, pages)
+    note_budget(built, pages, asked=wish.chooses_none)
     with progress_bar("explain") as progress:
         trace = record(
             loaded, tokenizer, built, pages, contender.page_size, prompt.prefix, prompt.question, max_new_tokens,

@@ -59,7 +59,7 @@ def generate_command(
     if isinstance(kept, Keep):
         budget = choose_budget(built, size, budget_tokens, topk=topk, sink=sink, recent=recent, ratio=ratio)
         check_flow(built, size, budget)
-        note_budget(built, budget)
+        note_budget(built, budget, asked=topk == 0)
     text, layers, kind = read_prompt(prompt, prompt_file), parse_layers(skip_layers), parse_dtype(dtype)
     if isinstance(kept, Evict):
         check_evicting(built, size, kept, layers)

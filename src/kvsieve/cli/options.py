@@ -128,8 +128,10 @@ def choose_budget(
         ) from None
 
 
-def note_budget(flow: Flow, budget: Budget) -> None:
-    """Say on stderr that a budget leaves a flow nothing to choose: what it keeps is no work of its own."""
+def note_budget(flow: Flow, budget: Budget, *, asked: bool = False) -> None:
+    """Say on stderr that a budget leaves a flow nothing to choose, unless just that was ``asked`` for."""
+    if asked:
+        return
     if flow.score is None:
         why = "it has no score: it attends sink and recent pages only"
     elif not budget.topk and not budget.ratio:

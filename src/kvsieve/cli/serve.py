@@ -58,7 +58,7 @@ def serve_command(
     built = load_flow(options["flow"], **options.get("flow_args", {}))
     size = choose_page_size(built, page_size)
     chosen = choose_budget(built, size, budget_tokens, topk=topk, sink=sink, recent=recent, ratio=ratio)
-    note_budget(built, chosen)
+    note_budget(built, chosen, asked=topk == 0)
     parse(options, device)
     words = [*vllm_command(), model, "--additional-config", json.dumps({KEY: options})]
     if device == "cuda" and not any(word.startswith("--attention-") for word in context.args):
