@@ -20,7 +20,7 @@ from kvsieve.bench import Setting
 from kvsieve.bench.gpu import GraphClock, tune_kernels
 from kvsieve.bench.stack import Stack
 from kvsieve.budget import Budget
-from kvsieve.cli.app import main
+from kvsieve.cli import main
 from kvsieve.errors import ConfigError
 from kvsieve.flow import Flow, build_flow
 from kvsieve.graph import Geometry, trace_flow

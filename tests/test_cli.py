@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
+import kvsieve
 from kvsieve.budget import Budget
 from kvsieve.cli import main
 from kvsieve.cli.files import check_output
 from kvsieve.cli.generation import Parting, find_parting
-from kvsieve.cli.options import choose_budget, choose_retention, parse_flow_arguments, parse_layers
+from kvsieve.cli.options import (
+    choose_budget,
+    choose_retention,
+    note_budget,
+    parse_flow_arguments,
+    parse_layers,
+    read_text,
+)
 from kvsieve.errors import ConfigError
 from kvsieve.flow import build_flow, choose_page_size, list_flows, load_flow
 from kvsieve.retention import Evict, Keep
@@ -31,7 +40,7 @@ def run(*arguments: str) -> int:
 
 def flows_json(capsys: pytest.CaptureFixture[str]) -> dict[str, dict]:
     assert run("flows", "--json") == 0
-    return {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    return {row["name"]: row for row in json.loads(capsys.readouterr().out)["flows"]}
 
 
 def test_flows_json_counts_bytes_by_hand(capsys):
@@ -89,6 +98,27 @@ def test_flows_markdown_and_terminal_say_what_json_says(capsys):
         (["generate", "--flow", TOKEN, "--prompt", "x", "--page-size", "4"], "requires page_size 1"),
         (["generate", "--flow", "streaming_llm", "--prompt", "x", "--topk", "3"], "topk=0"),
         (["generate", "--flow", QUEST, "--prompt", "x", "--budget-tokens", "8"], "raise the budget"),
+        (["generate", "--flow", QUEST, "--prompt", "x", "--budget-tokens", "8"], "or count pages with --topk"),
+        (
+            ["generate", "--flow", QUEST, "--prompt", "x", "--budget-tokens", "0"],
+            "--budget-tokens: expected an integer",
+        ),
+        (
+            ["generate", "--flow", QUEST, "--prompt", "x", "--topk", "3", "--recent", "0"],
+            "--recent: expected an integer",
+        ),
+        (
+            ["generate", "--flow", QUEST, "--prompt", "x", "--topk", "-3"],
+            "--topk: expected an integer >= 0, received -3",
+        ),
+        (["generate", "--flow", QUEST, "--prompt", "x", "--page-size", "0"], "--page-size"),
+        (
+            ["serve", "m", "--flow", QUEST, "--topk", "3", "--budget-tokens", "99"],
+            "received --budget-tokens and --topk",
+        ),
+        (["serve", "m", "--flow", QUEST, "--budget-tokens", "8", "--print"], "or count pages with --topk"),
+        (["serve", "m", "--flow", QUEST, "--sink", "8", "--print"], "needs --topk or --ratio, received only --sink"),
+        (["explain", QUEST, "--text", "/dev/null", "--budget", "1.0"], "expected 100% for all of the context"),
         (["generate", "--flow", QUEST, "--prompt", "x", "--budget-tokens", "99", "--topk", "1"], "drop one"),
         (["generate", "--flow", QUEST, "--prompt", "x", "--ratio", "1.5"], "[0, 1]"),
         (["generate", "--flow", QUEST, "--prompt", "x", "--max-new-tokens", "0"], "max-new-tokens"),
@@ -108,6 +138,8 @@ def test_flows_markdown_and_terminal_say_what_json_says(capsys):
         ([*EVICT, "streaming_llm", "--capacity", "64", "--recent", "4"], "set recent=60"),
         ([*EVICT, "h2o", "--capacity", "64", "--skip-layers", "0"], "expected no dense layers"),
         ([*EVICT, "h2o", "--capacity", "64", "--flow-arg", "decay=2"], "decay"),
+        (["show", QUEST, "--page-size", "0"], ", received '0' (kvsieve show --help"),
+        (["show", QUEST, "--page-size=x"], ", received 'x' (kvsieve show --help"),
         (["new", "class"], "identifier"),
         (["new", "2x"], "identifier"),
         (["new", "a-b"], "identifier"),
@@ -115,19 +147,26 @@ def test_flows_markdown_and_terminal_say_what_json_says(capsys):
         (["new", "json"], "hide another module"),
         (["new", QUEST], "registered already"),
         (["new", "mine", "--directory", "/no/such/directory"], "existing directory"),
+        (["new", "mine", "--directory", "/dev/null"], "received a file"),
+        (["verify", TOKEN, "--steps", "1"], "error: --steps: expected an integer >= 2, received 1"),
+        (["verify", TOKEN, "--seq-len", "-4"], "error: --seq-len: expected"),
+        (["verify", QUEST, "--events", "5"], "--events: expected --fuzz N beside it"),
+        (["verify", QUEST, "--fuzz", "2", "--grid"], "--grid: expected a flow's checks, received --fuzz"),
+        (["verify", QUEST, "--steps", "9", "--grid"], "received the accumulator harness, which has no grid"),
+        (["verify", QUEST, "--fuzz", "2", "--head-dim", "9"], "--head-dim is of the accumulator harness"),
         (["generate", "--flow", "nope", "--prompt", "x"], "unknown flow 'nope': known: "),
         (["eval", QUEST, "--text", "/dev/null", "--report", "."], "--report"),
-        (["eval", QUEST, "--text", "/dev/null", "--report", "/dev/null/x.html"], "directory that exists"),
+        (["eval", QUEST, "--text", "/dev/null", "--report", "/dev/null/x.html"], "/dev/null is none"),
         (["eval", QUEST, "streaming_llm", "--evict"], "--evict: expected a flow that evicts by attention mass"),
         (["explain", QUEST, "--report", "."], "received a directory"),
         (["explain", QUEST, "--plot", "."], "received a directory"),
-        (["explain", QUEST, "--plot", "none/x.png"], "directory that exists"),
+        (["explain", QUEST, "--plot", "/dev/null/x.png"], "/dev/null is none"),
         (["explain", QUEST, "--sample", "3"], "expected --task"),
         (["explain", QUEST, "--seed", "0"], "expected --task"),
         (["explain", QUEST, "--layer", "3"], "expected --plot"),
         (["explain", QUEST, "--head", "0"], "expected --plot"),
         (["study", "decay", "--plot", "."], "received a directory"),
-        (["study", "weights", "--plot", "none/x.png"], "directory that exists"),
+        (["study", "weights", "--plot", "/dev/null/x.png"], "/dev/null is none"),
         (["bench", "--context", "40", "--json", "."], "received a directory"),
         (["bench", "--context", "40", "--plot", "."], "received a directory"),
         (["bench", "--seeding", "--json", "."], "received a directory"),
@@ -268,7 +307,7 @@ def test_plots_of_a_kind_that_is_not_drawn_are_refused_before_the_work(monkeypat
 
 
 def test_missing_folders_of_a_report_are_no_fault_and_nothing_is_made_early(tmp_path):
-    check_output(tmp_path / "new" / "folder" / "x.html", "--report", makes_folder=True)
+    check_output(tmp_path / "new" / "folder" / "x.html", "--report")
     assert not list(tmp_path.iterdir())
 
 
@@ -297,3 +336,36 @@ def test_a_folder_that_takes_no_files_is_refused_at_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("text", "value"), [("[0, 200]", [0, 200]), ("[0.5]", [0.5]), ("[x", "[x"), ("[]", [])])
 def test_flow_arguments_may_be_lists(text, value):
     assert parse_flow_arguments([f"channels={text}"]) == {"channels": value}
+
+
+def test_version_names_the_installed_one(capsys):
+    project = Path(__file__).parents[1].joinpath("pyproject.toml").read_text()
+    assert f'\nversion = "{kvsieve.__version__}"\n' in project
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"kvsieve {kvsieve.__version__} (torch {torch.__version__}, " + (
+        f"Python {platform.python_version()})\n"
+    )
+
+
+def test_a_budget_that_leaves_nothing_to_choose_is_told(capsys):
+    note_budget(build_flow("streaming_llm"), Budget(0, 1, 31))
+    note_budget(build_flow(QUEST), Budget(0, 1, 2))
+    assert capsys.readouterr().err.splitlines() == [
+        "note: flow streaming_llm chooses no pages, for it has no score: it attends sink and recent pages only",
+        f"note: flow {QUEST} chooses no pages, for the budget is all sink and recent pages",
+    ]
+    note_budget(build_flow(QUEST), Budget(0, 1, 2), asked=True)
+    note_budget(build_flow(QUEST), Budget(1, 1, 2))
+    note_budget(build_flow(QUEST), Budget(0, 1, 2, ratio=0.1))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_default_text_is_found_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = Path(__file__).parents[1] / "examples" / "jargon.txt"
+    assert read_text(None) == own.read_text(encoding="utf-8")
+    (tmp_path / "mine.txt").write_text("mine")
+    assert read_text("mine.txt") == "mine"
+    monkeypatch.setattr("kvsieve.cli.options.OWN_TEXTS", (tmp_path / "none",))
+    with pytest.raises(ConfigError, match="--text: expected a file with a text, received none"):
+        read_text(None)

@@ -13,11 +13,10 @@ import torch
 
 from kvsieve.backends.attention import attend_selected
 from kvsieve.backends.base import AttentionOptions, Selection
-from kvsieve.backends.compiled import build, native
+from kvsieve.backends.compiled import native
 from kvsieve.backends.compiled.products import einsum, matmul
 from kvsieve.backends.select import select_pages
 from kvsieve.budget import Budget
-from kvsieve.errors import ConfigError, KvsieveError
 from kvsieve.graph import FieldSpec
 from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
@@ -365,37 +364,3 @@ def test_thin_contractions(equation: str, generator: torch.Generator) -> None:
 def test_thin_products(shapes: tuple[tuple[int, ...], tuple[int, ...]], generator: torch.Generator) -> None:
     a, b = (torch.randn(shape, generator=generator) for shape in shapes)
     assert (matmul(a, b) - torch.matmul(a, b)).abs().max() < 1e-5
-
-
-# Without a compiler
-
-
-@pytest.fixture
-def fresh_build(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[None]:
-    monkeypatch.setenv("KVSIEVE_CACHE", str(tmp_path))
-    build.load_kernels.cache_clear()
-    yield
-    build.load_kernels.cache_clear()
-
-
-def test_missing_compiler_is_one_clear_error(fresh_build: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX", raising=False)
-    runtime = Runtime("gqa_quest_sparse_attention", Budget(1, 1, 1), page_size=4, backend="compiled")
-    with pytest.raises(ConfigError, match=r"expected a C\+\+ compiler.*received no 'g\+\+'.*apt install.*'eager'"):
-        run_steps(runtime, [15], 1)
-
-
-def test_compiler_that_fails_is_one_clear_error(fresh_build: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "false")
-    with pytest.raises(KvsieveError, match="false cannot compile the CPU kernels"):
-        build.load_kernels()
-
-
-def test_kernels_are_built_once(fresh_build: None, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    build.load_kernels()
-    (kernels,) = (tmp_path / "native").iterdir()
-    build.load_kernels.cache_clear()
-    monkeypatch.setattr(build, "_build", lambda *arguments: pytest.fail("built again"))
-    build.load_kernels()
-    assert kernels.suffix == ".so"

@@ -16,7 +16,7 @@ import torch
 
 from kvsieve.cli.app import run
 from kvsieve.errors import ConfigError
-from kvsieve.evaluate.contenders import line_up, parse_budget, reference
+from kvsieve.evaluate.contenders import line_up, reference
 from kvsieve.evaluate.decode import Batch
 from kvsieve.evaluate.tasks import INTRODUCTION, TASKS, Sample
 from kvsieve.evaluate.text import Corpus
@@ -105,19 +105,6 @@ def test_a_short_text_serves_needles_only(corpus: Corpus) -> None:
             TASKS[task].sample(short, 600, 0, 0)
     with pytest.raises(ConfigError, match="--context 100"):
         TASKS["needle"].sample(corpus, 100, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("words", "tokens"), [("0.125", 42), ("12.5%", 42), ("256", 256), ("100%", 330 + 160), ("1.0", 330 + 160)]
-)
-def test_budgets_are_shares_or_tokens(words: str, tokens: int) -> None:
-    assert parse_budget(words).of(CONTEXT) == tokens
-
-
-@pytest.mark.parametrize("words", ["0", "-1", "1.5", "120%", "x", "0%", "1/0"])
-def test_other_budgets_are_refused(words: str) -> None:
-    with pytest.raises(ConfigError, match="--budget"):
-        parse_budget(words)
 
 
 def samples(corpus: Corpus, counts: tuple[int, ...]) -> list[Sample]:
@@ -263,7 +250,9 @@ def test_a_changed_flow_is_not_mixed_with_its_old_results(
         ((), "expected a flow"),
         (("quest",), "unknown flow"),
         ((QUEST, "--task", "poem"), "unknown task"),
-        ((QUEST, "--budget", "30"), "raise the budget to 48 tokens"),
+        ((QUEST, "--budget", "30"), "--budget 30: a budget of 30 tokens is 2 page(s) of 16"),
+        ((QUEST, "--budget", "30"), "raise the budget to 48 tokens, or lower --page-size"),
+        ((QUEST, "--budget", "64+1+2"), "received pages (64+1+2)"),
         ((QUEST, "--context", "1000"), "expected at most 864"),
         ((QUEST, "--backend", "magic"), "unknown backend"),
         ((QUEST, TOKENS, "--flow-arg", "decay=0.5"), "belongs to one flow"),

@@ -38,6 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    capsys.readouterr()  # what the test itself has loaded shows its progress, whichever test comes first
     with pytest.raises(SystemExit) as exit_:
         main(["generate", *arguments])
     captured = capsys.readouterr()

@@ -15,18 +15,18 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # From the bottom up: a module imports from its own row and the rows above it in this list, never from those below.
 LAYERS = (
-    {"errors", "dtypes", "cache"},
-    {"budget", "mass", "retention", "flow_file"},
+    {"errors", "dtypes", "cache", "version", "workers", "outputs"},
+    {"budget", "mass", "retention", "flow_file", "flow_names", "budget_text"},
     {"flow"},
     {"flows"},
     {"reference"},
-    {"ops", "tracing", "segment", "graph", "lower", "maxpool", "watch"},
+    {"ops", "tracing", "segment", "graph", "lower", "maxpool", "watch", "repeat"},
     {"paging"},
     {"window", "plan", "stepplan"},
     {"backends"},
     {"layers"},
     {"call"},
-    {"runtime"},
+    {"runtime", "runtime_arguments"},
     {"stepgraph"},
     {"models", "smollm2", "verify", "evaluate", "bench", "integrations", "compat"},
     {"cli"},
@@ -109,7 +109,7 @@ def test_integrations_are_optional() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_files_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 500
+    assert len(path.read_text().splitlines()) <= 400
 
 
 def test_most_files_are_very_short() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -11,11 +10,10 @@ import torch
 from kvsieve.backends.base import AttentionOptions, Selection
 from kvsieve.backends.eager import EagerBackend
 from kvsieve.budget import Budget
-from kvsieve.errors import ConfigError, UnknownName
-from kvsieve.flow import Flow, list_flows
+from kvsieve.flow import list_flows
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Rows
-from kvsieve.runtime import Attended, Runtime
+from kvsieve.runtime import Attended
 from kvsieve.verify.data import LayerShape
 from kvsieve.verify.rounding import F64
 from kvsieve.verify.unselected import UnselectedNaN
@@ -42,6 +40,15 @@ def twin_of(name: str, **arguments: Any) -> Twin:
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Two float32 results of the same mathematics: each is within RELATIVE of it."""
     return bool(((a - b).abs() <= 2 * RELATIVE * b.abs().amax(-1, keepdim=True).clamp(min=1e-30)).all())
+
+
+def tokens(
+    count: int, heads: int = 2, group: int = 3, k_width: int = 8, v_width: int = 8, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = (count, heads * group, k_width), (count, heads, k_width), (count, heads, v_width)
+    q, k, v = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
+    return q, k, v
 
 
 # Chunks and batches
@@ -291,74 +298,6 @@ def test_no_autograd_graph_grows_in_the_memory(name: str) -> None:
     assert not any(x.requires_grad for x in (pool.k, pool.v, *pool.summaries.values(), *pool.state.values()))
 
 
-# State
-
-
-class Counts(Flow):
-    """State that counts in how many steps a page was in the window, in int64, beside a float64 sum of its ages."""
-
-    def init_state(self, page_size: int, head_dim: int) -> Mapping[str, torch.Tensor]:
-        return {"seen": torch.tensor([5, -3]), "ages": torch.full((), 0.25, dtype=torch.float32)}
-
-    def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> Any:
-        state = {"seen": pages["seen"] + 1, "ages": pages["ages"] + pages["age"]}
-        return (pages["k"] * q[0]).sum((1, 2)), state
-
-
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_state_starts_at_its_initial_value_and_moves_under_budget(page_size: int) -> None:
-    p = page_size
-    twin = Twin(Counts(), Budget(10, 1, 2), p, [LayerShape(2, 2, 8, 8)])
-    request, other = twin.admit(2)
-    twin.extend([request, other], [2 * p + 1, 1])
-    state, rows = twin.pool(0).state, twin.runtime.tables[request].rows
-    assert (state["seen"][:, rows] == torch.tensor([5, -3])).all() and (state["ages"][:, rows] == 0.25).all()
-    steps_in_window = dict.fromkeys(range(9), 0)
-    for length in range(2 * p + 2, 8 * p):
-        twin.step([request, other])
-        for page in range(1, -(-length // p) - 2):
-            steps_in_window[page] += 1
-        state, rows = twin.pool(0).state, twin.runtime.tables[request].rows
-        for page, row in enumerate(rows):
-            assert (state["seen"][:, row] == torch.tensor([5, -3]) + steps_in_window[page]).all(), page
-    assert steps_in_window[1] > 2, "the request never exceeded its budget, and its state moved"
-    twin.check_storage()
-
-
-def test_state_belongs_to_request_page_and_head() -> None:
-    """Four segments with different keys, many steps: the accumulators stay apart (and equal to the reference's)."""
-    twin = Twin("gqa_h2o_token_sparse_attention", Budget(2, 1, 1), 1, [LayerShape(2, 2, 8, 8)])
-    requests = twin.admit(2)
-    twin.extend(requests, [12, 12])
-    for _ in range(6):
-        twin.step(requests)
-    twin.check_storage()
-    heavy = torch.stack([twin.pool(0).state["heavy"][:, twin.runtime.tables[r].rows] for r in requests]).flatten(0, 1)
-    assert len({tuple(row.tolist()) for row in heavy}) == 4
-
-
-class Places(Flow):
-    """Scores are positions and ages: both are exact whole numbers."""
-
-    def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return pages["position"] * 1000 + pages["age"]
-
-
-@pytest.mark.parametrize("sink", [0, 2])
-@pytest.mark.parametrize("page_size", [1, 5])
-def test_position_and_age(page_size: int, sink: int) -> None:
-    twin = Twin(Places(), Budget(1, sink, 1), page_size, [LayerShape(1, 1, 4, 4)])
-    requests = twin.admit(2)
-    twin.extend(requests, [10 * page_size, 6 * page_size + 1])
-    for step in range(1, page_size + 2):
-        (result,) = twin.step(requests)
-        assert result.scores is not None
-        for i, length in enumerate((10 * page_size + step, 6 * page_size + 1 + step)):
-            pages = range(sink, -(-length // page_size) - 1)
-            expected = [page * page_size * 1000 + length - 1 - (page * page_size + page_size - 1) for page in pages]
-            assert result.scores[i, 0, : len(expected)].tolist() == expected
-
-
 # What is counted
 
 
@@ -390,160 +329,6 @@ def test_bytes_are_counted_from_the_selections(name: str) -> None:
                     fields += window * scored * graphs.score_bytes_per_page(torch.float32)
     stats = twin.runtime.stats
     assert (stats.kv_bytes, stats.dense_bytes, stats.field_bytes, stats.steps) == (kv, dense, fields, 3)
-
-
-# Wrong calls
-
-
-def opened(decode: bool = False) -> tuple[Runtime, Any, Any]:
-    """A runtime with a request of 6 tokens in layer 0, and an open call."""
-    runtime = PoisonedRuntime("gqa_quest_sparse_attention", Budget(2), page_size=4)
-    request = runtime.admit()
-    runtime.extend([request], [6]).attend(0, *tokens(6))
-    return runtime, request, runtime.step([request]) if decode else runtime.extend([request], [2])
-
-
-def tokens(
-    count: int, heads: int = 2, group: int = 3, k_width: int = 8, v_width: int = 8, dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    sizes = (count, heads * group, k_width), (count, heads, k_width), (count, heads, v_width)
-    q, k, v = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
-    return q, k, v
-
-
-def _replace(index: int, change: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-    values = list(tokens(2))
-    values[index] = change(values[index])
-    return values
-
-
-WRONG_TENSORS: dict[str, Callable[[], Any]] = {
-    "tokens": lambda: tokens(3),
-    "KV heads": lambda: tokens(2, heads=1),
-    "group": lambda: tokens(2, group=2),
-    "K width": lambda: tokens(2, k_width=9),
-    "V width": lambda: tokens(2, v_width=9),
-    "dtype": lambda: tokens(2, dtype=torch.bfloat16),
-    "q heads that are no multiple": lambda: _replace(0, lambda q: torch.cat([q, q[:, :1]], 1)),
-    "q width": lambda: _replace(0, lambda q: q[..., :7]),
-    "q dtype": lambda: _replace(0, lambda q: q.double()),
-    "v heads": lambda: _replace(2, lambda v: v[:, :1]),
-    "v dtype": lambda: _replace(2, lambda v: v.half()),
-    "batched k": lambda: _replace(1, lambda k: k[None]),
-    "v tokens": lambda: _replace(2, lambda v: v[:1]),
-}
-
-
-CONSISTENT = {"KV heads", "group", "K width", "V width", "dtype"}
-"""Wrong on a known layer only: a new layer may look like this."""
-
-
-@pytest.mark.parametrize(
-    ("what", "first"),
-    [(what, first) for first in (True, False) for what in WRONG_TENSORS if not (first and what in CONSISTENT)],
-)
-def test_wrong_tensors_are_refused_and_change_nothing(what: str, first: bool) -> None:
-    """On a known layer and, where tensors contradict each other, on a new one; the right ones still work after."""
-    runtime, request, call = opened()
-    if first:
-        runtime.finish([request])
-        runtime = PoisonedRuntime("gqa_quest_sparse_attention", Budget(2), page_size=4)
-        request = runtime.admit()
-        call = runtime.extend([request], [2])
-    with pytest.raises(ConfigError, match="layer 0: expected"):
-        call.attend(0, *WRONG_TENSORS[what]())
-    assert call.attend(0, *tokens(2)).out.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"sinks": torch.zeros(5)}, {"softcap": 0.0}, {"softcap": float("nan")}, {"scale": float("nan")}, {"scale": 2.0}],
-)
-def test_wrong_options_are_refused(options: dict[str, Any]) -> None:
-    _, _, call = opened(decode=True)
-    with pytest.raises(ConfigError, match="layer 0: expected"):
-        call.attend(0, *tokens(1), **options)
-    assert call.attend(0, *tokens(1)).out.isfinite().all()
-
-
-def test_wrong_calls_are_refused() -> None:
-    runtime, request, call = opened()
-    call.attend(0, *tokens(2))
-    with pytest.raises(ConfigError, match="one attend per layer and call"):
-        call.attend(0, *tokens(2))
-    newer = runtime.step([request])
-    with pytest.raises(ConfigError, match="newest call"):
-        call.attend(0, *tokens(2))
-    newer.attend(0, *tokens(1))
-    empty = runtime.admit()
-    with pytest.raises(ConfigError, match=r"requests with a past.*extend"):
-        runtime.step([request, empty])
-    with pytest.raises(ConfigError, match="distinct requests"):
-        runtime.step([request, request])
-    with pytest.raises(ConfigError, match="one count each"):
-        runtime.extend([request], [1, 2])
-    for requests, counts in (([], []), ([request], [0]), ([request, empty], [3, -1])):
-        with pytest.raises(ConfigError, match="at least one new token and no negative count"):
-            runtime.extend(requests, counts)
-    for action in (lambda: runtime.step([99]), lambda: runtime.finish([99]), lambda: runtime.length(99)):  # type: ignore[list-item, arg-type]
-        with pytest.raises(ConfigError, match="request 99"):
-            action()
-    with pytest.raises(ConfigError, match="request 99"):
-        runtime.extend([request, 99], [1, 1])  # type: ignore[list-item]
-    assert runtime.length(request) == 9, "refused calls add nothing"
-    with pytest.raises(UnknownName, match="eager"):
-        Runtime("streaming_llm", Budget(0), backend="eagre")
-    with pytest.raises(UnknownName, match="gqa_quest"):
-        Runtime("gqa_quest_sparse_atention", Budget(0))
-
-
-def test_a_finish_that_names_an_unknown_request_ends_nothing() -> None:
-    runtime, request, call = opened()
-    call.attend(0, *tokens(2))
-    for wrong in ([request, 99], [request, request]):
-        with pytest.raises(ConfigError):
-            runtime.finish(wrong)
-        assert runtime.length(request) == 8
-
-
-def test_a_missed_layer_is_refused() -> None:
-    runtime = PoisonedRuntime("gqa_quest_sparse_attention", Budget(2), page_size=4)
-    request = runtime.admit()
-    call = runtime.extend([request], [6])
-    call.attend(0, *tokens(6)), call.attend(1, *tokens(6))
-    runtime.step([request]).attend(0, *tokens(1))
-    with pytest.raises(ConfigError, match=r"layers \[1\] did not attend"):
-        runtime.step([request])
-
-
-def test_a_layer_that_comes_late_is_refused() -> None:
-    """Its K and V would have a hole: the request's past was never stored."""
-    runtime, request, call = opened()
-    with pytest.raises(ConfigError, match=r"layer 1.*past"):
-        call.attend(1, *tokens(2))
-    call.attend(0, *tokens(2))
-    runtime.finish([request])
-    request = runtime.admit()
-    call = runtime.extend([request], [2])
-    call.attend(0, *tokens(2))
-    assert call.attend(1, *tokens(2)).out.isfinite().all(), "nobody has a past any more"
-
-
-def test_a_broken_forward_pass_can_be_given_up() -> None:
-    """Finishing the requests whose tokens were half stored makes the runtime usable again."""
-    twin = twin_of("gqa_h2o_sparse_attention")
-    kept, broken = twin.admit(2)
-    twin.extend([kept, broken], [30, 40])
-    twin.runtime.step([broken]).attend(0, *twin.draw(0, 1))
-    with pytest.raises(ConfigError, match=r"layers \[1\]"):
-        twin.step([kept])
-    twin.finish([broken])
-    twin.step([kept])
-    (again,) = twin.admit()
-    twin.extend([again, kept], [33, 0])
-    twin.step([kept, again])
-    twin.check_storage()
 
 
 def test_reference_is_float64() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,37 @@ def test_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "outer.py").write_text(TOO_LARGE)
     assert run("show", f"{tmp_path / 'outer.py'}:Outer", "--kernel") == 2
     assert "no kernel is generated: Outer score holds 4194304 values" in capsys.readouterr().err
+
+
+NAMESAKES = """
+from kvsieve.flow import Flow
+
+class Namesakes(Flow):
+    def summarize(self, k, v):
+        return {"mean": k.mean(0), "amax": k.amax(0), "mean_1": v.mean(0)}
+
+    def init_state(self, page_size, head_dim):
+        import torch
+        return {"mul": torch.zeros(())}
+
+    def score(self, q, pages):
+        return (pages["mean"] * q.mean(0)).amax(-1) + pages["amax"].mean(-1) + pages["mul"]
+"""
+
+
+def test_no_name_stands_for_two_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Fields may be called as torch calls the values of a graph."""
+    (tmp_path / "flow.py").write_text(NAMESAKES)
+    text = shown(capsys, f"{tmp_path}/flow.py:Namesakes", "--graph")
+    (score,) = [part for part in text.split("\n\n") if part.startswith("score(")]
+    fields = score.partition(")")[0].removeprefix("score(").split(", ")
+    made = [line.partition(" = ")[0].strip() for line in score.splitlines() if " = " in line]
+    assert sorted({*fields, *made}) == sorted([*fields, *made]) and len(made) >= 5
+    known = set(fields)
+    for line in score.splitlines():
+        if " = " in line:
+            name, _, call = line.partition(" = ")
+            operands = call.partition("(")[2].partition("  #")[0].strip("()[] ")
+            assert all(word in known for word in re.findall(r"[a-z_]\w*", operands)), line
+            known.add(name.strip())
+    assert "score does not read: mean_1" in text and "so it never changes: mul" in text

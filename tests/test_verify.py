@@ -153,7 +153,7 @@ def command(*arguments: str) -> int:
 
 def test_exit_code_0(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(f"{mine}:Mine", "--json", "--jobs", "2") == 0
-    (report,) = json.loads(capsys.readouterr().out)
+    (report,) = json.loads(capsys.readouterr().out)["flows"]
     assert report["flow"] == "Mine" and report["passed"] is True and report["backend"] == "eager"
     assert {"dtype", "device", "seed", "seconds", "boundary_ulp", "state_drift"} <= set(report)
     assert [check["check"] for check in report["checks"]] == [check.name for check in CHECKS]
@@ -182,7 +182,7 @@ def test_exit_code_1_of_a_wrong_backend(monkeypatch: pytest.MonkeyPatch, capsys:
     report = verify_flow(BLOCK, QUICK, backend=WrongSoftmax())
     monkeypatch.setattr(command_line, "verify_all", lambda *arguments: [report])
     assert command(BLOCK, "--json") == 1
-    (shown,) = json.loads(capsys.readouterr().out)
+    (shown,) = json.loads(capsys.readouterr().out)["flows"]
     failed = [check for check in shown["checks"] if not check["passed"]]
     assert failed and failed[0]["stage"] == "score" and failed[0]["place"].startswith("layer 0 request")
     assert command(BLOCK) == 1

@@ -183,7 +183,7 @@ def test_backends_by_device() -> None:
 def test_doctor_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     present = importlib.util.find_spec("vllm") is not None
     assert run(["doctor", "--json", "--url", "http://127.0.0.1:9"]) == 1
-    findings = {one["what"]: one["good"] for one in json.loads(capsys.readouterr().out)}
+    findings = {one["what"]: one["good"] for one in json.loads(capsys.readouterr().out)["checks"]}
     assert findings["vLLM"] == present and not findings["sparse decode at http://127.0.0.1:9"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -189,3 +190,79 @@ def test_a_flow_is_left_as_it_was() -> None:
         trace_flow(flow, GEOMETRY)
     assert vars(flow) == {"calls": 0}
     assert torch.get_default_dtype() is torch.float32
+
+
+# Names that are nearly right
+
+
+class Scores(wrong_python.Means):
+    def scores(self, q, pages):
+        return pages["mean"] @ q.mean(0)
+
+
+class Summarise(Flow):
+    def summarise(self, k, v):
+        return {"mean": k.mean(0)}
+
+    def score(self, q, pages):
+        return pages["age"]
+
+
+class Helpers(Flow):
+    """Helpers whose names only resemble."""
+
+    def summary(self, k):
+        return k.mean(0)
+
+    def scored(self, pages):
+        return pages["age"]
+
+    def score(self, q, pages):
+        return self.scored(pages)
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "wanted"), [(Scores, "scores", "score"), (Summarise, "summarise", "summarize")]
+)
+def test_a_method_that_nobody_would_call_is_refused(cls: type[Flow], name: str, wanted: str) -> None:
+    with pytest.raises(FlowError) as caught:
+        check_flow(cls(), 5, Budget(0))
+    message = str(caught.value)
+    line = getattr(cls, name).__code__.co_firstlineno
+    assert message.startswith(
+        f"{Path(__file__)}:{line}: {cls.__name__}.{name}: is never called: a flow without {wanted} "
+    )
+    assert f"rename {name} to {wanted}" in message
+    assert_readable(message)
+
+
+def test_helpers_with_names_of_their_own_are_none() -> None:
+    check_flow(Helpers(), 5, Budget(3))
+    check_flow(build_flow("streaming_llm"), 5, Budget(0))
+
+
+WRONG_MASS = """from kvsieve import Flow, AttentionMass
+class A(Flow):
+    mass = AttentionMass(decay=2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (WRONG_MASS, "flow.py:3: AttentionMass(decay=): expected"),
+        ("class A:\n    pass\n", "expected a subclass of kvsieve.Flow defined there, received a class of another kind"),
+        ("A = 3\n", "received no class"),
+        ("", "found none; kvsieve new NAME writes one"),
+        ("x = 1\nx.y\n", "flow.py:2 does not import: AttributeError"),
+    ],
+)
+def test_a_file_without_the_flow_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("flow.py").write_text(source)
+    for path in (Path("flow.py"), tmp_path / "flow.py"):
+        with pytest.raises(ConfigError, match=re.escape(says)) as caught:
+            load_flow(f"{path}:A")
+        assert_readable(str(caught.value))

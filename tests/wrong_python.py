@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import time
+
 import torch
 
 from wrong_flow import Means, wrong
@@ -246,3 +249,54 @@ class Raises(Means):
 class NoAttribute(Means):
     def score(self, q, pages):
         return pages["age"] * self.weight  # wrong
+
+
+COUNT = {"calls": 0}
+KEPT: list[torch.Tensor] = []
+QUERIES: list[torch.Tensor] = []
+
+
+@wrong("gives other values when it is called again", "in __init__", "as state")
+class CountsInAGlobal(Means):
+    def score(self, q, pages):  # wrong
+        COUNT["calls"] += 1
+        return (pages["mean"] @ q.mean(0)) * COUNT["calls"]
+
+
+@wrong("gives other values when it is called again", "draw random numbers", "in __init__")
+class PythonsChance(Means):
+    def score(self, q, pages):  # wrong
+        return (pages["mean"] @ q.mean(0)) * random.random()
+
+
+@wrong("gives other values when it is called again", "in __init__")
+class Time(Means):
+    def summarize(self, k, v):  # wrong
+        return {"mean": k.mean(0) + time.perf_counter_ns() % 977}
+
+
+@wrong("fails when it is called again, as if it kept something of the first call", "return what a later step needs")
+class RemembersPagesInAGlobal(Means):
+    def score(self, q, pages):
+        scores = pages["mean"] @ q.mean(0)
+        KEPT.append(scores)
+        return scores + KEPT[0]  # wrong
+
+
+@wrong("computes with tensors of an earlier call", "return what a later step needs as state")
+class RemembersQueriesInAGlobal(Means):
+    def score(self, q, pages):  # wrong
+        QUERIES.append(q.mean(0))
+        return pages["mean"] @ QUERIES[0]
+
+
+@wrong("expected the parameters (k, v), received (k)", "of one page")
+class SummarizeOfKeys(Means):
+    def summarize(self, k):  # wrong
+        return {"mean": k.mean(0)}
+
+
+@wrong("reads pages['mass_sum'] without attention mass", "set mass = AttentionMass()")
+class MassWithout(Means):
+    def score(self, q, pages):
+        return pages["mass_sum"]  # wrong

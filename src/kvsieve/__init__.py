@@ -10,11 +10,11 @@ from kvsieve.flow import Flow, build_flow, list_flows, load_flow, register
 from kvsieve.mass import AttentionMass
 from kvsieve.retention import Evict, Keep
 from kvsieve.runtime import Runtime
+from kvsieve.version import __version__
 
 if TYPE_CHECKING:
     from kvsieve.integrations.transformers import SparseCache
 
-__version__ = "0.1.0"
 __all__ = [
     "AttentionMass",
     "Budget",
@@ -28,6 +28,7 @@ __all__ = [
     "OutOfPages",
     "Runtime",
     "SparseCache",
+    "__version__",
     "build_flow",
     "list_flows",
     "load_flow",

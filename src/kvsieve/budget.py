@@ -67,7 +67,8 @@ class Budget:
             selects: False for a flow without ``score``: what is left goes to recent pages instead of ``topk``.
 
         Raises:
-            ConfigError: ``n`` does not hold the sink and recent pages.
+            BudgetTooSmall: ``n`` does not hold the sink and recent pages.
+            ConfigError: an argument is no integer, or out of range.
         """
         arguments = (("n", n, 1), ("page_size", page_size, 1), ("sink_tokens", sink_tokens, 0))
         for name, value, least in (*arguments, ("recent_tokens", recent_tokens, 0)):
@@ -77,12 +78,27 @@ class Budget:
         recent = max(1, math.ceil(recent_tokens / page_size))
         topk = total - sink - recent
         if topk < 0:
-            raise ConfigError(
-                f"a budget of {n} tokens is {total} page(s) of {page_size}: expected at least {sink} sink and "
-                f"{recent} recent page(s); raise the budget to {(sink + recent) * page_size} tokens or lower "
-                "sink_tokens / recent_tokens"
-            )
+            raise BudgetTooSmall(n, page_size, sink, recent)
         return cls(topk, sink, recent) if selects else cls(0, sink, recent + topk)
+
+
+class BudgetTooSmall(ConfigError):
+    """A budget in tokens that does not hold its sink and recent pages.
+
+    Attributes:
+        problem: what was expected and received.
+        least: tokens that would do.
+    """
+
+    def __init__(self, tokens: int, page_size: int, sink: int, recent: int) -> None:
+        self.least = (sink + recent) * page_size
+        self.problem = (
+            f"a budget of {tokens} tokens is {-(-tokens // page_size)} page(s) of {page_size}: expected at least "
+            f"{sink} sink and {recent} recent page(s)"
+        )
+        super().__init__(
+            f"{self.problem}; raise the budget to {self.least} tokens or lower sink_tokens / recent_tokens"
+        )
 
 
 BudgetLike = Budget | Mapping[int, Budget]

@@ -18,6 +18,8 @@ from kvsieve.budget import Budget
 from kvsieve.dtypes import default_dtype
 from kvsieve.errors import ConfigError, FlowError, Location, UnknownName
 from kvsieve.flow_file import import_file
+from kvsieve.flow_names import no_such_class, refuse_misspelt
+from kvsieve.mass import FIELDS as MASS_FIELDS
 from kvsieve.mass import AttentionMass
 from kvsieve.retention import Evict
 
@@ -37,6 +39,8 @@ class PageFields(Mapping[str, torch.Tensor]):
         self._fields = dict(fields)
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._fields and name in MASS_FIELDS:
+            raise ConfigError(f"reads pages[{name!r}] without attention mass: set mass = AttentionMass() in the class")
         if name not in self._fields:
             raise UnknownName("page field", name, self._fields)
         return self._fields[name]
@@ -178,7 +182,7 @@ def load_flow(spec: str, **arguments: Any) -> Flow:
     found = {key: _flow_of(value, module) for key, value in vars(module).items()}
     classes = {key: value for key, value in found.items() if value is not None}
     if class_name not in classes:
-        raise UnknownName(f"flow class in {path}", class_name, classes)
+        raise no_such_class(module, path, class_name, classes)
     return instantiate(classes[class_name], arguments)
 
 
@@ -240,8 +244,9 @@ def check_page_size(flow: Flow, page_size: int) -> None:
         ConfigError: with expected and received.
     """
     name = flow_name(flow)
+    refuse_misspelt(flow)
     if not isinstance(page_size, int) or page_size < 1:
-        raise ConfigError(f"page_size: expected an integer >= 1, received {page_size!r}")
+        raise ConfigError(f"flow {name}: page_size: expected an integer >= 1, received {page_size!r}")
     if flow.page_size is not None and flow.page_size != page_size:
         raise ConfigError(f"flow {name} requires page_size {flow.page_size}, received {page_size}")
     if flow.mass is not None and not isinstance(flow.mass, AttentionMass):

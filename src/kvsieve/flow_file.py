@@ -33,9 +33,10 @@ def import_file(path: Path) -> types.ModuleType:
     sys.modules[name] = module  # torch.export and inspect look the module up by name
     try:
         spec.loader.exec_module(module)
-    except ConfigError:
+    except ConfigError as error:
         del sys.modules[name]
-        raise
+        line = _line_in(error, path)
+        raise ConfigError(f"{path}:{line}: {error}" if line else str(error)) from error
     except Exception as error:
         del sys.modules[name]
         line = _line_in(error, path)
@@ -63,5 +64,5 @@ def _line_in(error: BaseException, path: Path) -> int | None:
     """The line of the file that an error comes from; None: none of its lines."""
     if isinstance(error, SyntaxError):
         return error.lineno
-    frames = traceback.extract_tb(error.__traceback__)
-    return next((frame.lineno for frame in reversed(frames) if Path(frame.filename) == path), None)
+    frames, file = reversed(traceback.extract_tb(error.__traceback__)), path.absolute()
+    return next((frame.lineno for frame in frames if Path(frame.filename).absolute() == file), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from kvsieve.flow import BUILTIN_FIELDS, Flow, PageFields, extra_parameters
 from kvsieve.mass import FIELDS as MASS_FIELDS
 from kvsieve.ops import Shape, show
+from kvsieve.repeat import refuse_history
 from kvsieve.segment import SegmentGraph, checked_graph
 from kvsieve.tracing import EXAMPLE_PAGES, exclusive, export
 from kvsieve.watch import FlowMethod
@@ -137,17 +139,21 @@ def _trace_summarize(flow: Flow, geometry: Geometry) -> tuple[SegmentGraph | Non
     if flow.summarize is None:
         return None, {}
     method = FlowMethod(flow, "summarize")
+    _check_signature(method, inspect.signature(flow.summarize))
     names: list[str] = []
 
     def call(inputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         fields = method.flow.summarize(inputs["k"], inputs["v"])  # type: ignore[misc]
         _check_fields(method, fields, "summary field")
-        names.extend(fields)
+        names[:] = fields
         return _distinct(fields.values(), inputs)
 
-    k = torch.zeros(geometry.page_size, geometry.head_dim)
-    v = torch.zeros(geometry.page_size, geometry.v_head_dim)
-    graph = checked_graph(method, export(method, call, {"k": k, "v": v}, frozenset()), names)
+    examples = {
+        "k": torch.zeros(geometry.page_size, geometry.head_dim),
+        "v": torch.zeros(geometry.page_size, geometry.v_head_dim),
+    }
+    graph = checked_graph(method, export(method, call, examples, frozenset()), names)
+    refuse_history(method, call, examples, frozenset())
     unknown = sorted(set(flow.summary_dtypes) - set(names))
     if unknown:
         raise method.fail(f"summary_dtypes names {', '.join(unknown)}", f"name fields of summarize: {', '.join(names)}")
@@ -157,6 +163,17 @@ def _trace_summarize(flow: Flow, geometry: Geometry) -> tuple[SegmentGraph | Non
         dtype = flow.summary_dtypes.get(name, None if value.dtype is torch.float32 else value.dtype)
         specs[name] = FieldSpec(tuple(value.shape), dtype)
     return graph, specs
+
+
+def _check_signature(method: FlowMethod, signature: inspect.Signature) -> None:
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        received = ", ".join(signature.parameters) or "none"
+        raise method.fail(
+            f"expected the parameters (k, v), received ({received})",
+            "take k [p, D] and v [p, Dv] of one page, and make other numbers constructor arguments",
+        ) from None
 
 
 def _mass_fields(flow: Flow, geometry: Geometry) -> dict[str, FieldSpec]:
@@ -214,12 +231,14 @@ def _trace_score(
                 )
             if not isinstance(state[name], torch.Tensor):
                 raise method.fail(f"state {name!r} is {_kind(state[name])}", "return a tensor")
-        names.extend(["scores", *state])
+        names[:] = ["scores", *state]
         return _distinct((scores, *state.values()), inputs)
 
     examples = _score_examples(geometry, readable, states)
-    graph = checked_graph(method, export(method, call, examples, frozenset(examples) - {"q"}), names)
+    pages = frozenset(examples) - {"q"}
+    graph = checked_graph(method, export(method, call, examples, pages), names)
     _check_outputs(method, graph, states)
+    refuse_history(method, call, examples, pages)
     return graph
 
 

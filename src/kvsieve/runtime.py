@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from kvsieve.backends import Backend, get_backend
-from kvsieve.budget import Budget, BudgetLike
+from kvsieve.budget import BudgetLike
 from kvsieve.call import Attended, Call, CallRecord, ReadStats
 from kvsieve.errors import ConfigError, NotCroppable
 from kvsieve.flow import Flow, check_evicting, check_flow, choose_page_size, load_flow
 from kvsieve.layers import Layer, Layers
 from kvsieve.mass import RequestMass
 from kvsieve.paging.table import CROP_ROWS, RequestId, RequestTables
-from kvsieve.retention import KEEP, Evict, Keep, Retention
+from kvsieve.retention import KEEP, Evict, Retention
+from kvsieve.runtime_arguments import budgets_of, check_arguments, check_distinct
 
 __all__ = ["CROP_ROWS", "Attended", "Call", "ReadStats", "RequestId", "Runtime"]
 
@@ -51,9 +52,9 @@ class Runtime:
         retention: Retention = KEEP,
     ) -> None:
         self.flow = load_flow(flow) if isinstance(flow, str) else flow
-        _check_arguments(self.flow, num_blocks)
+        check_arguments(self.flow, num_blocks)
         self.page_size = choose_page_size(self.flow, page_size)
-        for one in _budgets(budget, retention):
+        for one in budgets_of(budget, retention):
             check_flow(self.flow, self.page_size, one)
         self.eviction, self.mass = None, self.flow.mass
         if isinstance(retention, Evict):
@@ -203,7 +204,7 @@ class Runtime:
             NotCroppable: the flow keeps state, or tokens are evicted, and a length lies further back; nothing is
                 changed.
         """
-        _distinct("crop", requests)
+        check_distinct("crop", requests)
         self._settle()
         self._refuse_preempted(requests)
         for request, length in zip(requests, lengths, strict=True):
@@ -222,7 +223,7 @@ class Runtime:
 
     def reorder(self, requests: Sequence[RequestId], order: Sequence[int]) -> list[RequestId]:
         """Beam search: place ``i`` of the result continues ``requests[order[i]]``; sources not named are finished."""
-        _distinct("reorder", requests)
+        check_distinct("reorder", requests)
         for request in requests:
             self.length(request)  # an unknown one is refused before anything changes
         if not all(0 <= source < len(requests) for source in order):
@@ -266,7 +267,7 @@ class Runtime:
         Raises:
             ConfigError: an unknown request, or one that is named twice; nothing is changed.
         """
-        _distinct("finish", requests)
+        check_distinct("finish", requests)
         for request in requests:
             self.length(request)  # an unknown one is refused before anything changes
         self._remember_prefixes()
@@ -385,30 +386,3 @@ class Runtime:
         if blocks or rows:
             for _, layer in self.layers.items():
                 self._reserved(layer).pool.copy(blocks, rows)
-
-
-def _budgets(budget: Any, retention: Any) -> list[Budget]:
-    """The budgets of all layers; none where tokens are evicted."""
-    if isinstance(retention, Evict):
-        if budget is not None:
-            raise ConfigError(f"expected a budget or retention={retention}, received both ({budget}); leave out one")
-        return []
-    if not isinstance(retention, Keep):
-        raise ConfigError(f"retention: expected Keep() or Evict(capacity), received {retention!r}")
-    budgets = list(budget.values()) if isinstance(budget, Mapping) else [budget]
-    if not budgets or not all(isinstance(one, Budget) for one in budgets):
-        wanted = "expected a Budget, or a mapping of layer to Budget"
-        raise ConfigError(f"budget: {wanted}, received {budget!r}; or keep fewer tokens with retention=Evict(capacity)")
-    return budgets
-
-
-def _check_arguments(flow: Any, num_blocks: Any) -> None:
-    if not isinstance(flow, Flow):
-        raise ConfigError(f"flow: expected a Flow instance or a registered name, received {flow!r}")
-    if num_blocks is not None and (not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks < 1):
-        raise ConfigError(f"num_blocks: expected an integer >= 1 or None, received {num_blocks!r}")
-
-
-def _distinct(what: str, requests: Sequence[RequestId]) -> None:
-    if len(set(requests)) != len(requests):
-        raise ConfigError(f"{what}: expected distinct requests, received {list(requests)}")

@@ -3,7 +3,7 @@
 from kvsieve.bench.result import Case, DenseTime, FlowResult, Measurement, Phase
 from kvsieve.bench.run import CPU_LAYERS, run_bench
 from kvsieve.bench.seeding import SeedingMeasurement, run_seeding
-from kvsieve.bench.setting import Setting, parse_budget
+from kvsieve.bench.setting import Setting
 
 __all__ = [
     "CPU_LAYERS",
@@ -14,7 +14,6 @@ __all__ = [
     "Phase",
     "SeedingMeasurement",
     "Setting",
-    "parse_budget",
     "run_bench",
     "run_seeding",
 ]

@@ -106,6 +106,7 @@ def setting_kernels(stack: Stack) -> dict[str, str]:
 def describe(setting: Setting) -> dict[str, Any]:
     """The setting, the software and the number of threads, as plain JSON values."""
     words = {**asdict(setting), "dtype": torch_name(setting.dtype), "torch": torch.__version__}
+    words["layers"] = setting.layers or (None if setting.on_gpu else CPU_LAYERS)  # on a GPU each case has its own
     words["threads"] = torch.get_num_threads()
     if setting.device.startswith("cuda"):
         words["gpu"] = torch.cuda.get_device_name(setting.device)

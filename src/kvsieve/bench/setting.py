@@ -59,19 +59,6 @@ class Setting:
         return self.batch * self.kv_heads * context * 2 * self.head_dim * self.dtype.itemsize
 
 
-def parse_budget(text: str) -> Budget:
-    """``"64+1+2"``: pages chosen, sink pages, recent pages; ``"64"`` means 64+1+2.
-
-    Raises:
-        ConfigError: another form, or numbers that are no budget.
-    """
-    parts = text.split("+")
-    if len(parts) not in (1, 3) or not all(part.strip().isdecimal() for part in parts):
-        raise ConfigError(f"--budget: expected pages chosen+sink+recent, such as 64+1+2, received {text!r}")
-    topk, *rest = (int(part) for part in parts)
-    return Budget(topk, *rest)
-
-
 def parse_heads(text: str) -> tuple[int, int]:
     """``"32/8"``: query heads and KV heads.
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
 from typing import Any
 
+from kvsieve.cli.json_output import print_json
 from kvsieve.cli.terminal import progress_bar
+from kvsieve.errors import ConfigError
 from kvsieve.flow import Flow
 from kvsieve.verify.accumulator import run_accumulator
 from kvsieve.verify.accumulator_options import AccumulatorOptions, state_dtype_named
@@ -21,21 +21,16 @@ def accumulator_options(*, state_dtype: str | None = None, **options: Any) -> Ac
     given = {name: value for name, value in options.items() if value is not None}
     if state_dtype is not None:
         given["state_dtype"] = state_dtype_named(state_dtype)
-    return AccumulatorOptions(**given)
+    try:
+        return AccumulatorOptions(**given)
+    except ConfigError as error:
+        field, colon, rest = str(error).partition(":")
+        raise ConfigError(f"--{field.replace('_', '-')}{colon}{rest}" if field in given else str(error)) from None
 
 
 def accumulator_command(flow: Flow, options: AccumulatorOptions, *, as_json: bool = False) -> int:
     """Run, print, and return the exit code: 0 passed, 1 failed."""
     with progress_bar("accumulator") as progress:
         report = run_accumulator(flow, options, progress=progress)
-    print(json.dumps(finite(report.as_json()), allow_nan=False) if as_json else report.text())
+    print_json("verify", report.as_json()) if as_json else print(report.text())
     return 0 if report.passed else 1
-
-
-def finite(value: Any) -> Any:
-    """JSON values in which NaN and infinities, which JSON lacks, are text."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

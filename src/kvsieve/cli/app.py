@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
+import torch
 import typer
 from typer.main import get_command
 
@@ -14,6 +17,7 @@ from kvsieve.cli import bench, doctor, explain, flows, generate, new, serve, sho
 from kvsieve.cli import eval as evaluation
 from kvsieve.cli.study import study_app
 from kvsieve.errors import KvsieveError
+from kvsieve.version import __version__
 
 USAGE, INTERRUPTED = 2, 130
 
@@ -41,18 +45,18 @@ app.add_typer(study_app, name="study")
 UsageProblem: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
+def show_version(wanted: bool) -> None:
+    """Print versions and stop."""
+    if wanted:
+        print(f"kvsieve {__version__} (torch {torch.__version__}, Python {platform.python_version()})")
+        raise typer.Exit
+
+
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: bool = typer.Option(False, "--version", callback=show_version, is_eager=True, help="print the version"),
+) -> None:
     """Keeps the command names even if only one command is left."""
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 2 an error (one line on stderr), 130 interrupted.
-
-    Args:
-        arguments: words after ``kvsieve``; None: those of the process.
-    """
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -66,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        print(f"error: {one_line(error, arguments)}", file=sys.stderr)
         if os.environ.get("KVSIEVE_TRACEBACK"):
             raise
         return USAGE
@@ -75,14 +79,22 @@ def run(arguments: Sequence[str]) -> int:
     return result if isinstance(result, int) else 0
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: Exception, arguments: Sequence[str] = ()) -> str:
     """An exception as one line for the user; what is not a user's error says its type and how to see more."""
     if isinstance(error, UsageProblem):
         context: Any = getattr(error, "ctx", None)
         command = context.command_path if context else "kvsieve"
-        message = f"{error.format_message()} ({command} --help lists what there is)"
+        message = f"{error.format_message()}{_received(error, arguments)} ({command} --help lists what there is)"
     elif isinstance(error, KvsieveError):
         message = str(error)
     else:
         message = f"{type(error).__name__}: {error} (KVSIEVE_TRACEBACK=1 shows where)"
     return " ".join(message.split())
+
+
+def _received(error: Any, arguments: Sequence[str]) -> str:
+    """What was given for the option that an error of Typer's is about; nothing where it was given more than once."""
+    options = [name for name in getattr(getattr(error, "param", None), "opts", []) if name.startswith("-")]
+    given = [value for name, value in pairwise(arguments) if name in options]
+    given += [word.partition("=")[2] for word in arguments if word.partition("=")[0] in options and "=" in word]
+    return f", received {given[0]!r}" if len(given) == 1 else ""

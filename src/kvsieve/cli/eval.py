@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -14,12 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from kvsieve.backends import backend_names
+from kvsieve.budget_text import parse_budget
+from kvsieve.cli import declared
+from kvsieve.cli.declared import BUDGET_WORDS, SHARE_WORDS
 from kvsieve.cli.files import check_output
-from kvsieve.cli.options import check_device, parse_dtype, parse_flow_arguments, read_file
+from kvsieve.cli.json_output import print_json
+from kvsieve.cli.options import check_device, note_budget, parse_dtype, parse_flow_arguments, read_text
 from kvsieve.cli.terminal import output, progress_bar
 from kvsieve.errors import ConfigError, UnknownName
 from kvsieve.evaluate.cells import COLUMNS, LEGEND, cells, heading
-from kvsieve.evaluate.contenders import line_up, parse_budget
+from kvsieve.evaluate.contenders import line_up
 from kvsieve.evaluate.report import write_report
 from kvsieve.evaluate.run import Setting, Wish, evaluate
 from kvsieve.evaluate.store import ResultStore
@@ -29,7 +32,6 @@ from kvsieve.flow import list_flows
 from kvsieve.models import quiet_transformers
 
 PIPE_WIDTH = 160
-TEXT = "examples/jargon.txt"
 TASK_HELP = f"{', '.join(TASKS)}; may be repeated"
 QUICK: dict[str, Any] = {
     "task": ["needle", "repeat", "perplexity"],
@@ -41,21 +43,21 @@ FULL: dict[str, Any] = {**QUICK, "task": list(TASKS), "budget": ["25%", "12.5%"]
 
 
 def eval_command(
-    flows: list[str] = typer.Argument(None, metavar="FLOW", help="registered name, or file.py:ClassName"),
+    flows: list[str] = typer.Argument(None, metavar="FLOW", help=declared.FLOW_WORDS),
     flow: list[str] = typer.Option([], help="a flow, as before; may be repeated"),
     everything: bool = typer.Option(False, "--all", help="every registered flow"),
     flow_arg: list[str] = typer.Option([], metavar="KEY=VALUE", help="argument of the flow, if it is one; may repeat"),
-    model: str = typer.Option("smollm2", help="smollm2, a local directory, or a hub path"),
-    budget: list[str] = typer.Option([], help="share of the context (0.125, 12.5%) or tokens (256); may be repeated"),
+    model: str = declared.MODEL,
+    budget: list[str] = typer.Option([], help=f"{BUDGET_WORDS}{SHARE_WORDS}; may be repeated"),
     context: list[int] = typer.Option([], min=64, help="tokens of context; may be repeated"),
     task: list[str] = typer.Option([], help=TASK_HELP),
     samples: int | None = typer.Option(None, min=1, help="samples per task and context"),
     quick: bool = typer.Option(False, help="three tasks, 12.5%, 1024 tokens, 4 samples, unless they are given"),
-    text: str = typer.Option(TEXT, help="file with the text that contexts are cut from"),
+    text: str | None = typer.Option(None, help="file with the text that contexts are cut from" + declared.OWN_TEXT),
     seed: int = typer.Option(0, help="seed of all samples"),
-    page_size: int | None = typer.Option(None, min=1, help="tokens per page, for flows that take any  [default: 16]"),
-    dtype: str = typer.Option("fp32", help="fp32, bf16 or fp16"),
-    device: str = typer.Option("cpu", help="cpu, cuda, cuda:1, ..."),
+    page_size: int | None = declared.PAGE_SIZES,
+    dtype: str = declared.DTYPE,
+    device: str = declared.DEVICE,
     backend: str = typer.Option("eager", help="backend that flows run on"),
     batch: int = typer.Option(4, min=1, help="samples decoded together"),
     jobs: int = typer.Option(1, min=1, help="worker processes"),
@@ -63,7 +65,7 @@ def eval_command(
     references: bool = typer.Option(True, help="also dense, oracle selection, random pages, recent only"),
     results: Path | None = typer.Option(None, metavar="FILE", help="JSON lines to keep results in, and to go on from"),
     report: Path | None = typer.Option(None, metavar="FILE", help="write one self-contained HTML file"),
-    as_json: bool = typer.Option(False, "--json", help="print one JSON object and nothing else on stdout"),
+    as_json: bool = declared.AS_JSON,
 ) -> None:
     """Compare flows with dense attention and the exact best pages on a real model.
 
@@ -79,7 +81,8 @@ def eval_command(
         raise UnknownName("backend", backend, backend_names())
     parse_dtype(dtype)
     check_device(device)
-    check_output(report, "--report", makes_folder=True)
+    check_output(report, "--report")
+    check_output(results, "--results")
     default = QUICK if quick else FULL
     contenders = line_up(names, arguments, page_size, references, evict)
     if evict and not any(one.evicts for one in contenders):
@@ -91,14 +94,18 @@ def eval_command(
         [parse_budget(one) for one in budget or default["budget"]],
         samples or default["samples"],
     )
-    setting = Setting(model, read_file(text, "--text"), dtype, device, backend, seed, batch)
+    setting = Setting(model, read_text(text), dtype, device, backend, seed, batch)
     wish.check()
+    for one in contenders:
+        if one.spec in names and not one.evicts:
+            built, least = one.build(), min(wish.contexts)
+            note_budget(built, one.budget(built, min(budget.of(least) for budget in wish.budgets)))
     quiet_transformers()
     summary = run(setting, wish, jobs, results)
     if report is not None:
         write_report(summary, report, shlex.join(["kvsieve", *sys.argv[1:]]))
     if as_json:
-        print(json.dumps(summary.as_json()))
+        print_json("eval", summary.as_json())
     else:
         show(summary)
 

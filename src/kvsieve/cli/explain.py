@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from dataclasses import asdict
@@ -12,30 +11,35 @@ from typing import Any
 import typer
 from rich.text import Text
 
-from kvsieve.cli.eval import TEXT
+from kvsieve.budget_text import parse_budget
+from kvsieve.cli import declared
+from kvsieve.cli.declared import BUDGET_WORDS, PAGES_WORDS, SHARE_WORDS
 from kvsieve.cli.files import check_output, check_plot
-from kvsieve.cli.options import check_device, parse_dtype, parse_flow_arguments, parse_layers, read_file
+from kvsieve.cli.json_output import print_json
+from kvsieve.cli.options import check_device, note_budget, parse_dtype, parse_flow_arguments, parse_layers, read_text
 from kvsieve.cli.terminal import output, progress_bar
 from kvsieve.errors import ConfigError
-from kvsieve.evaluate.contenders import flow_contender, parse_budget
+from kvsieve.evaluate.contenders import flow_contender
 from kvsieve.evaluate.explain_page import lost_words, setting_words, write_explanation
 from kvsieve.evaluate.explain_plot import choose_segments, plot_trace
 from kvsieve.evaluate.tasks import Sample, choose_tasks
 from kvsieve.evaluate.text import Corpus
 from kvsieve.evaluate.trace import Trace, record
 from kvsieve.models import load_model, quiet_transformers
+from kvsieve.outputs import new_file
 
 PIPE_WIDTH = 110
 LISTED = 12
+TEXT_HELP = "file with the text to continue, - for stdin" + declared.OWN_TEXT
 
 
 def explain_command(
-    flow: str = typer.Argument(..., metavar="FLOW", help="registered name, or file.py:ClassName"),
-    flow_arg: list[str] = typer.Option([], metavar="KEY=VALUE", help="argument of the flow; may be repeated"),
-    model: str = typer.Option("smollm2", help="smollm2, a local directory, or a hub path"),
-    budget: str = typer.Option("12.5%", help="share of the prompt (0.125, 12.5%) or tokens (256)"),
-    page_size: int | None = typer.Option(None, min=1, help="tokens per page, for flows that take any  [default: 16]"),
-    text: str = typer.Option(TEXT, "--text", "--prompt-file", help="file with the text to continue, - for stdin"),
+    flow: str = declared.FLOW_ARGUMENT,
+    flow_arg: list[str] = declared.FLOW_ARGS,
+    model: str = declared.MODEL,
+    budget: str = typer.Option("12.5%", help=BUDGET_WORDS + SHARE_WORDS + PAGES_WORDS),
+    page_size: int | None = declared.PAGE_SIZES,
+    text: str | None = typer.Option(None, "--text", "--prompt-file", help=TEXT_HELP),
     context: int = typer.Option(1024, min=1, help="tokens of prompt: the last ones of the text"),
     task: str | None = typer.Option(None, help="explain a sample of this task of kvsieve eval, and go on from there"),
     sample: int | None = typer.Option(None, min=0, help="number of that sample  [default: 0]"),
@@ -43,11 +47,11 @@ def explain_command(
     max_new_tokens: int = typer.Option(32, min=1, help="tokens to generate, greedily"),
     layer: str = typer.Option("", metavar="LAYERS", help="layers of the PNG, such as 0,4-6  [default: the worst one]"),
     head: str = typer.Option("", metavar="HEADS", help="KV heads of the PNG  [default: the worst one]"),
-    dtype: str = typer.Option("fp32", help="fp32, bf16 or fp16"),
-    device: str = typer.Option("cpu", help="cpu, cuda, cuda:1, ..."),
+    dtype: str = declared.DTYPE,
+    device: str = declared.DEVICE,
     plot: Path | None = typer.Option(None, metavar="FILE", help="save a PNG; needs matplotlib"),
     report: Path | None = typer.Option(None, metavar="FILE", help="write one HTML file, tokens under the cursor"),
-    as_json: bool = typer.Option(False, "--json", help="print one JSON object and nothing else on stdout"),
+    as_json: bool = declared.AS_JSON,
 ) -> None:
     """Show the pages kept over steps beside the exact attention, and the lost page that mattered most."""
     if task is None and (sample is not None or seed is not None):
@@ -57,15 +61,17 @@ def explain_command(
             "--layer and --head: expected --plot beside them, received none; the HTML report has them all"
         )
     check_plot(plot)
-    check_output(report, "--report", makes_folder=True)
+    check_output(report, "--report")
     contender, wish = flow_contender(flow, parse_flow_arguments(flow_arg), page_size), parse_budget(budget)
-    kind, source = parse_dtype(dtype), read_file(text, "--text").rstrip("\r\n")
+    kind, source = parse_dtype(dtype), read_text(text).rstrip("\r\n")
     check_device(device)
     quiet_transformers()
     loaded, tokenizer = load_model(model, kind, device=device)
     prompt = choose_prompt(Corpus(tokenizer, source), context, task, seed or 0, sample or 0)
     built = contender.build()
-    pages = contender.budget(built, wish.of(len(prompt.prefix)))
+    beyond = len(prompt.question) + max_new_tokens
+    pages = wish.budget(contender.page_size, len(prompt.prefix), beyond, selects=built.score is not None)
+    note_budget(built, pages, asked=wish.chooses_none)
     with progress_bar("explain") as progress:
         trace = record(
             loaded, tokenizer, built, pages, contender.page_size, prompt.prefix, prompt.question, max_new_tokens,
@@ -73,10 +79,11 @@ def explain_command(
         )  # fmt: skip
     if plot is not None:
         layers, heads = (parse_layers(words, option) for words, option in ((layer, "--layer"), (head, "--head")))
-        plot_trace(trace, choose_segments(trace, layers, heads), plot)
+        with new_file(plot, "--plot") as name:
+            plot_trace(trace, choose_segments(trace, layers, heads), name)
     if report is not None:
         write_explanation(trace, report, shlex.join(["kvsieve", *sys.argv[1:]]))
-    print(json.dumps(trace_json(trace))) if as_json else show(trace)
+    print_json("explain", trace_json(trace)) if as_json else show(trace)
 
 
 def choose_prompt(corpus: Corpus, context: int, task: str | None, seed: int, sample: int) -> Sample:

@@ -10,11 +10,11 @@ from kvsieve.errors import ConfigError
 from kvsieve.verify.plots import check_plotting
 
 
-def check_output(path: Path | None, option: str, *, makes_folder: bool = False) -> None:
-    """Refuse a file that could not be written; writes nothing. With ``makes_folder`` missing folders are no fault.
+def check_output(path: Path | None, option: str) -> None:
+    """Refuse a file that could not be written; writes nothing. Missing folders are no fault: they are made later.
 
     Raises:
-        ConfigError: a directory, a file in a directory that is missing or none, or one that may not be written.
+        ConfigError: a directory, a file in what is no directory, or one that may not be written.
     """
     if path is None:
         return
@@ -22,10 +22,10 @@ def check_output(path: Path | None, option: str, *, makes_folder: bool = False) 
     if path.is_dir():
         raise ConfigError(f"{option} {path}: expected a file to write to, received a directory; name a file in it")
     folder = path.parent
-    while makes_folder and not folder.exists():
+    while not folder.exists():
         folder = folder.parent
     if not folder.is_dir():
-        raise ConfigError(f"{option} {path}: expected a file in a directory that exists; make {folder} first")
+        raise ConfigError(f"{option} {path}: expected a file in a directory, but {folder} is none; name another")
     if not (os.access(path, os.W_OK) if path.exists() else _takes_files(folder)):
         raise ConfigError(f"{option} {path}: expected a file to write to, received one without permission for it")
 

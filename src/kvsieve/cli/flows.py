@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 
 import typer
@@ -10,7 +9,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from kvsieve.cli import declared
 from kvsieve.cli.flow_table import SETTING, FlowRow, flow_rows
+from kvsieve.cli.json_output import print_json
 from kvsieve.cli.terminal import output
 from kvsieve.errors import ConfigError
 
@@ -18,7 +19,7 @@ PIPE_WIDTH = 220
 
 
 def flows_command(
-    as_json: bool = typer.Option(False, "--json", help="print a JSON list"),
+    as_json: bool = declared.AS_JSON,
     as_markdown: bool = typer.Option(False, "--markdown", help="print a Markdown table"),
 ) -> None:
     """List the flows: page size, fields, bytes per step relative to dense, and what each backend makes of them."""
@@ -26,7 +27,7 @@ def flows_command(
         raise ConfigError("expected --json or --markdown, received both; drop one")
     rows = flow_rows()
     if as_json:
-        print(json.dumps([row.as_json() for row in rows], indent=2))
+        print_json("flows", {"flows": [row.as_json() for row in rows]})
     elif as_markdown:
         print(markdown(rows))
     else:

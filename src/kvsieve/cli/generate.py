@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import typer
 
 from kvsieve.backends import backend_names
+from kvsieve.cli import declared
 from kvsieve.cli.generation import Setup, find_parting, prepare, run_dense, run_sparse
+from kvsieve.cli.json_output import print_json
 from kvsieve.cli.options import (
     check_device,
     choose_budget,
     choose_retention,
+    note_budget,
     parse_dtype,
     parse_flow_arguments,
     parse_layers,
@@ -24,28 +26,30 @@ from kvsieve.flow import check_evicting, check_flow, choose_page_size, load_flow
 from kvsieve.models import load_model, quiet_transformers
 from kvsieve.retention import Evict, Keep
 
+CAPACITY_HELP = "tokens that stay with --retention evict; --sink and --recent are tokens then"
+
 
 def generate_command(
-    flow: str = typer.Option(..., help="registered name, or file.py:ClassName"),
-    model: str = typer.Option("smollm2", help="smollm2, a local directory, or a hub path"),
-    flow_arg: list[str] = typer.Option([], metavar="KEY=VALUE", help="argument of the flow; may be repeated"),
-    budget_tokens: int | None = typer.Option(None, help="tokens attended per step  [default: 512]"),
-    topk: int | None = typer.Option(None, help="pages chosen by score, instead of --budget-tokens"),
-    sink: int | None = typer.Option(None, help="first pages, always attended; with --retention evict: tokens"),
-    recent: int | None = typer.Option(None, help="last pages, always attended; with --retention evict: tokens"),
-    ratio: float | None = typer.Option(None, help="share of all pages to keep, 0 to 1"),
+    flow: str = declared.FLOW,
+    model: str = declared.MODEL,
+    flow_arg: list[str] = declared.FLOW_ARGS,
+    budget_tokens: int | None = declared.BUDGET_TOKENS,
+    topk: int | None = declared.TOPK,
+    sink: int | None = declared.SINK,
+    recent: int | None = declared.RECENT,
+    ratio: float | None = declared.RATIO,
     retention: str = typer.Option("keep", help="keep all K and V, or evict tokens by attention mass"),
-    capacity: int | None = typer.Option(None, help="tokens that stay with --retention evict"),
-    page_size: int | None = typer.Option(None, help="tokens per page  [default: the flow's own, or 16]"),
-    skip_layers: str = typer.Option("", metavar="LAYERS", help="layers that stay dense, such as 0,1,4-6"),
+    capacity: int | None = typer.Option(None, help=CAPACITY_HELP),
+    page_size: int | None = declared.PAGE_SIZE,
+    skip_layers: str = declared.SKIP_LAYERS,
     prompt: str | None = typer.Option(None, help="text to continue, taken as it is (no chat template)"),
     prompt_file: str | None = typer.Option(None, help="file with the text, or - for stdin; final newlines are cut"),
     max_new_tokens: int = typer.Option(64, min=1, help="tokens to generate, greedily"),
-    dtype: str = typer.Option("fp32", help="fp32, bf16 or fp16"),
-    device: str = typer.Option("cpu", help="cpu, cuda, cuda:1, ..."),
+    dtype: str = declared.DTYPE,
+    device: str = declared.DEVICE,
     backend: str = typer.Option("eager", help="backend that runs the flow: eager or compiled"),
     compare: bool = typer.Option(False, help="run dense attention beside it and show where the texts part"),
-    as_json: bool = typer.Option(False, "--json", help="print one JSON object and nothing else on stdout"),
+    as_json: bool = declared.AS_JSON,
 ) -> None:
     """Continue a prompt with a sparse-attention flow; greedy. Prints the text, tokens/s and bytes read per step."""
     built = load_flow(flow, **parse_flow_arguments(flow_arg))
@@ -55,6 +59,7 @@ def generate_command(
     if isinstance(kept, Keep):
         budget = choose_budget(built, size, budget_tokens, topk=topk, sink=sink, recent=recent, ratio=ratio)
         check_flow(built, size, budget)
+        note_budget(built, budget, asked=topk == 0)
     text, layers, kind = read_prompt(prompt, prompt_file), parse_layers(skip_layers), parse_dtype(dtype)
     if isinstance(kept, Evict):
         check_evicting(built, size, kept, layers)
@@ -70,7 +75,7 @@ def generate_command(
     words = {**setup_words(setup, model, dtype, device), "backend": backend}
     result = Comparison(words, flow, repr(built), size, budget or kept, sparse, dense, parting)
     if as_json:
-        print(json.dumps(result.as_json(), ensure_ascii=False))
+        print_json("generate", result.as_json())
     else:
         print_report(result)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 from rich.console import Console
 from rich.progress import Progress
 
+from kvsieve.cli.json_output import print_json
 from kvsieve.verify.mutants import MUTANTS
 from kvsieve.verify.mutants.hunt import hunt_all
 from kvsieve.verify.mutants.report import as_json, passed, text
@@ -18,5 +17,5 @@ def run_mutants(jobs: int, json_wanted: bool) -> int:
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("hunting mutants", total=len(MUTANTS))
         hunts = hunt_all(tuple(MUTANTS), jobs, lambda: progress.advance(task))
-    print(json.dumps(as_json(hunts), indent=2) if json_wanted else text(hunts))
+    print_json("verify", {"passed": passed(hunts), **as_json(hunts)}) if json_wanted else print(text(hunts))
     return 0 if passed(hunts) else 1

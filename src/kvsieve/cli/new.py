@@ -67,6 +67,8 @@ def write_all(directory: Path, files: dict[Path, str]) -> None:
     Raises:
         ConfigError: the directory does not exist, a file exists, or cannot be written.
     """
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"--directory {directory}: expected an existing directory, received a file; name another")
     if not directory.is_dir():
         raise ConfigError(f"--directory {directory}: expected an existing directory, received none; make it first")
     written: list[Path] = []

@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 
-from kvsieve.budget import Budget
+from kvsieve.budget import Budget, BudgetTooSmall
 from kvsieve.dtypes import DTYPES
-from kvsieve.errors import ConfigError, UnknownName
-from kvsieve.flow import Flow
+from kvsieve.errors import ConfigError, UnknownName, check_integer
+from kvsieve.flow import Flow, flow_name, load_flow
 from kvsieve.retention import Evict, Keep, Retention
 
 CONSTANTS: dict[str, Any] = {"true": True, "false": False, "none": None}
 DEFAULT_BUDGET_TOKENS = 512
 RETENTIONS = ("keep", "evict")
+PACKAGE = Path(__file__).parents[1]
+OWN_TEXTS = (PACKAGE / "evaluate" / "jargon.txt", PACKAGE.parents[1] / "examples" / "jargon.txt")
+"""Where a wheel and a checkout have the text that commands read unless another is named."""
 
 
 def parse_flow_arguments(pairs: Sequence[str]) -> dict[str, Any]:
@@ -108,10 +111,46 @@ def choose_budget(
             f"a budget in pages needs --topk or --ratio, received only --{', --'.join(given)}: the flow would choose "
             "nothing; add --topk N (--topk 0 for sink and recent pages alone)"
         )
+    for name, least in (("topk", 0), ("sink", 0), ("recent", 1)):
+        check_integer(f"--{name}", given.get(name, least), least)
+    if ratio is not None and not 0 <= ratio <= 1:
+        raise ConfigError(f"--ratio: expected a number in [0, 1], received {ratio}")
     if given:
         return Budget(**{"topk": 0, **given})  # type: ignore[arg-type]
     wanted = DEFAULT_BUDGET_TOKENS if tokens is None else tokens
-    return Budget.tokens(wanted, page_size, selects=flow.score is not None)
+    check_integer("--budget-tokens", wanted, 1)
+    try:
+        return Budget.tokens(wanted, page_size, selects=flow.score is not None)
+    except BudgetTooSmall as error:
+        raise ConfigError(
+            f"--budget-tokens: {error.problem}; raise the budget to {error.least} tokens, lower --page-size, or count "
+            "pages with --topk, --sink and --recent"
+        ) from None
+
+
+def note_budget(flow: Flow, budget: Budget, *, asked: bool = False) -> None:
+    """Say on stderr that a budget leaves a flow nothing to choose, unless just that was ``asked`` for."""
+    if asked:
+        return
+    if flow.score is None:
+        why = "it has no score: it attends sink and recent pages only"
+    elif not budget.topk and not budget.ratio:
+        why = "the budget is all sink and recent pages"
+    else:
+        return
+    print(f"note: flow {flow_name(flow)} chooses no pages, for {why}", file=sys.stderr)
+
+
+def load_flows(names: Sequence[str], pairs: Sequence[str]) -> list[Flow]:
+    """Flows of a command; with arguments there may be one.
+
+    Raises:
+        ConfigError: arguments for several flows, or wrong ones.
+    """
+    arguments = parse_flow_arguments(pairs)
+    if arguments and len(set(names)) > 1:
+        raise ConfigError("--flow-arg belongs to one flow: expected one, received several; run them one by one")
+    return [load_flow(name, **arguments) for name in names]
 
 
 def choose_retention(
@@ -157,6 +196,20 @@ def read_file(name: str, option: str) -> str:
         raise ConfigError(f"{option} {name}: {error.strerror or error}; expected a readable text file") from None
 
 
+def read_text(name: str | None) -> str:
+    """The text of a ``--text`` file; None: kvsieve's own, from wherever it lies, whatever the working directory.
+
+    Raises:
+        ConfigError: it cannot be read, or an installation lacks it.
+    """
+    if name is not None:
+        return read_file(name, "--text")
+    own = next((path for path in OWN_TEXTS if path.is_file()), None)
+    if own is None:
+        raise ConfigError("--text: expected a file with a text, received none, and kvsieve's own is not installed here")
+    return own.read_text(encoding="utf-8")
+
+
 def check_device(name: str) -> None:
     """Refuse a device that this machine does not have.
 
@@ -167,4 +220,6 @@ def check_device(name: str) -> None:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
+        if "device string" in reason:  # torch lists all that it was ever ported to
+            reason = "it is no name of a device"
         raise ConfigError(f"--device {name}: expected a device of this machine, such as cpu; {reason}") from None

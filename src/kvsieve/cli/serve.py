@@ -12,8 +12,10 @@ from typing import Any
 
 import typer
 
-from kvsieve.cli.options import parse_flow_arguments, parse_layers
+from kvsieve.cli import declared
+from kvsieve.cli.options import choose_budget, note_budget, parse_flow_arguments, parse_layers
 from kvsieve.errors import ConfigError
+from kvsieve.flow import choose_page_size, load_flow
 from kvsieve.integrations.vllm.config import KEY, default_backend, parse
 from kvsieve.integrations.vllm.doctor import PACKAGES, is_installed, serving_device
 
@@ -23,15 +25,15 @@ METRICS = "PROMETHEUS_MULTIPROC_DIR"
 def serve_command(
     context: typer.Context,
     model: str = typer.Argument(help="what vllm serve loads: a directory or a hub path"),
-    flow: str = typer.Option(..., help="registered name, or file.py:ClassName"),
-    flow_arg: list[str] = typer.Option([], metavar="KEY=VALUE", help="argument of the flow; may be repeated"),
-    budget_tokens: int | None = typer.Option(None, help="tokens attended per step, instead of pages"),
-    topk: int | None = typer.Option(None, help="pages chosen by score"),
-    sink: int | None = typer.Option(None, help="first pages, always attended"),
-    recent: int | None = typer.Option(None, help="last pages, always attended"),
-    ratio: float | None = typer.Option(None, help="share of all pages to keep, 0 to 1"),
-    page_size: int | None = typer.Option(None, help="tokens per page  [default: the flow's own, or 16]"),
-    skip_layers: str = typer.Option("", metavar="LAYERS", help="layers that stay dense, such as 0,1,4-6"),
+    flow: str = declared.FLOW,
+    flow_arg: list[str] = declared.FLOW_ARGS,
+    budget_tokens: int | None = declared.BUDGET_TOKENS,
+    topk: int | None = declared.TOPK,
+    sink: int | None = declared.SINK,
+    recent: int | None = declared.RECENT,
+    ratio: float | None = declared.RATIO,
+    page_size: int | None = declared.PAGE_SIZE,
+    skip_layers: str = declared.SKIP_LAYERS,
     backend: str | None = typer.Option(
         None, help="backend that runs the flow  [default: triton on a CUDA GPU, else compiled]"
     ),
@@ -53,6 +55,10 @@ def serve_command(
     options = {name: value for name, value in options.items() if value not in (None, {}, [], 0)}
     if "budget" not in options:
         raise ConfigError("expected a budget: --budget-tokens, or --topk or --ratio; received none")
+    built = load_flow(options["flow"], **options.get("flow_args", {}))
+    size = choose_page_size(built, page_size)
+    chosen = choose_budget(built, size, budget_tokens, topk=topk, sink=sink, recent=recent, ratio=ratio)
+    note_budget(built, chosen, asked=topk == 0)
     parse(options, device)
     words = [*vllm_command(), model, "--additional-config", json.dumps({KEY: options})]
     if device == "cuda" and not any(word.startswith("--attention-") for word in context.args):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import typer
 from torch import fx
 
+from kvsieve.cli import declared
 from kvsieve.cli.flow_table import describe
+from kvsieve.cli.json_output import print_json
 from kvsieve.cli.options import parse_dtype, parse_flow_arguments
 from kvsieve.dtypes import torch_name
 from kvsieve.errors import ConfigError
@@ -23,16 +27,17 @@ INDENT = "    "
 
 
 def show_command(
-    flow: str = typer.Argument(..., metavar="FLOW", help="registered name, or file.py:ClassName"),
-    flow_arg: list[str] = typer.Option([], metavar="KEY=VALUE", help="argument of the flow; may be repeated"),
+    flow: str = declared.FLOW_ARGUMENT,
+    flow_arg: list[str] = declared.FLOW_ARGS,
     as_graph: bool = typer.Option(False, "--graph", help="the checked graph of one request and one KV head"),
     as_lowered: bool = typer.Option(False, "--lowered", help="the batched graph that eager and compiled run"),
     as_kernel: bool = typer.Option(False, "--kernel", help="the source that backend triton generates"),
-    page_size: int | None = typer.Option(None, min=1, help="tokens per page, for flows that take any  [default: 16]"),
+    page_size: int | None = declared.PAGE_SIZES,
     head_dim: int = typer.Option(128, min=1, help="width of queries and keys"),
     v_head_dim: int | None = typer.Option(None, min=1, help="width of values  [default: head_dim]"),
     group: int = typer.Option(4, min=1, help="query heads per KV head"),
     dtype: str = typer.Option("bf16", help="what K and V are stored in: fp32, bf16 or fp16"),
+    as_json: bool = declared.AS_JSON,
 ) -> None:
     """Show what becomes of a flow: fields, bytes per page, and its graph, lowered graph or generated source."""
     if as_graph + as_lowered + as_kernel > 1:
@@ -42,11 +47,26 @@ def show_command(
     check_page_size(built, page)
     geometry = Geometry(page, head_dim, head_dim if v_head_dim is None else v_head_dim, group)
     graphs = trace_flow(built, geometry)
-    print(overview(graphs, kind))
-    text = kernel_text if as_kernel else lowered_text if as_lowered else graph_text
-    for method, graph in (("summarize", graphs.summarize), ("score", graphs.score)):
-        if graph is not None:
-            print(f"\n{text(graphs, method, graph)}")
+    form = "kernel" if as_kernel else "lowered" if as_lowered else "graph"
+    write = {"kernel": kernel_text, "lowered": lowered_text, "graph": graph_text}[form]
+    methods = {"summarize": graphs.summarize, "score": graphs.score}
+    texts = {method: write(graphs, method, graph) for method, graph in methods.items() if graph is not None}
+    if as_json:
+        print_json("show", {**overview_json(graphs, kind), form: texts})
+    else:
+        print("\n\n".join([overview(graphs, kind), *texts.values()]))
+
+
+def overview_json(graphs: FlowGraphs, dtype: torch.dtype) -> dict[str, Any]:
+    """What :func:`overview` says, as plain JSON values."""
+    return {
+        "flow": flow_name(graphs.flow),
+        **{name: getattr(graphs.geometry, name) for name in ("page_size", "head_dim", "v_head_dim", "group")},
+        "dtype": torch_name(dtype),
+        "summary": {name: describe(spec) for name, spec in graphs.summary_fields.items()},
+        "state": {name: describe(spec) for name, spec in graphs.state_fields.items()},
+        "score_bytes_per_page": graphs.score_bytes_by_field(dtype) if graphs.score else None,
+    }
 
 
 def overview(graphs: FlowGraphs, dtype: torch.dtype) -> str:
@@ -61,6 +81,12 @@ def overview(graphs: FlowGraphs, dtype: torch.dtype) -> str:
         lines.append(f"{what} fields: {listed or 'none'}")
     if graphs.score is None:
         return "\n".join([*lines, "no score: sink and recent pages only"])
+    unread = [name for name in graphs.summary_fields if name not in graphs.score_reads]
+    if unread:
+        lines.append(f"score does not read: {', '.join(unread)}")
+    unwritten = [name for name in graphs.user_state_fields if name not in graphs.state_writes]
+    if unwritten:
+        lines.append(f"score does not return, so it never changes: {', '.join(unwritten)}")
     parts = [f"{name} {size}" for name, size in graphs.score_bytes_by_field(dtype).items()]
     total = graphs.score_bytes_per_page(dtype)
     return "\n".join(
@@ -72,21 +98,33 @@ def graph_text(graphs: FlowGraphs, method: str, graph: SegmentGraph) -> str:
     """One line a value: name, op, operands, shape."""
     names = {node: name for name, node in graph.trace.inputs.items()}
     names |= {node: node.name.removeprefix("c_") for node in graph.trace.constants}
+    taken = set(names.values())
+    for node in graph.nodes:
+        if node not in names:
+            names[node] = next(name for name in _numbered(node.name) if name not in taken)
+            taken.add(names[node])
     lines = [f"{method}({', '.join(graph.reads)}):"]
     for node in graph.nodes:
         if node.op == "call_function" and not is_symbolic(node) and isinstance(node.meta.get("val"), torch.Tensor):
             what = f"{op_name(node.target) or 'getitem'}({_arguments(node, names)})"
             dtype = node.meta["val"].dtype
             kind = "" if dtype is torch.float32 else f" {torch_name(dtype)}"
-            lines.append(f"{INDENT}{node.name} = {what}  # {show(graph.shape_of(node))}{kind}")
-    results = ", ".join(f"{name}: {names.get(node, node.name)}" for name, node in graph.outputs.items())
+            lines.append(f"{INDENT}{names[node]} = {what}  # {show(graph.shape_of(node))}{kind}")
+    results = ", ".join(f"{name}: {names[node]}" for name, node in graph.outputs.items())
     return "\n".join([*lines, f"{INDENT}return {{{results}}}"])
+
+
+def _numbered(name: str) -> Iterator[str]:
+    """``mean``, ``mean_1``, ...: torch's names of values may be a flow's names of fields."""
+    yield name
+    for number in itertools.count(1):
+        yield f"{name}_{number}"
 
 
 def _arguments(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     def text(value: object) -> str:
         if isinstance(value, fx.Node):
-            return "W" if is_symbolic(value) else names.get(value, value.name)
+            return "W" if is_symbolic(value) else names[value]
         if isinstance(value, (list, tuple)):
             return "[" + ", ".join(map(text, value)) + "]"
         return torch_name(value) if isinstance(value, torch.dtype) else repr(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,11 +11,14 @@ from rich import box
 from rich.table import Table
 
 from kvsieve.budget import Budget
+from kvsieve.cli import declared
 from kvsieve.cli.files import check_plot
-from kvsieve.cli.options import read_file
+from kvsieve.cli.json_output import print_json
+from kvsieve.cli.options import read_text
 from kvsieve.cli.terminal import output, progress_bar
 from kvsieve.dtypes import STATE_DTYPES
 from kvsieve.models import quiet_transformers
+from kvsieve.outputs import new_file
 from kvsieve.verify.accumulator_report import ERROR, PUBLISHED_FLOW
 from kvsieve.verify.plots import plot_decay, plot_weights
 from kvsieve.verify.published import SEEDS, PublishedReport, run_published
@@ -25,10 +27,9 @@ from kvsieve.verify.study import NOISES, STEADY, DecayStudy, study_decay
 from kvsieve.verify.study_weights import RATIOS, WeightsStudy, planted_segments, study_weights
 
 PIPE_WIDTH = 150
-TEXT = "examples/jargon.txt"
 
 study_app = typer.Typer(help="Studies of the H2O flows: decay, weights, published figures.")
-AS_JSON = typer.Option(False, "--json", help="print one JSON object and nothing else on stdout")
+AS_JSON = declared.AS_JSON
 PLOT = typer.Option(None, metavar="FILE", help="save the curves as a PNG; needs matplotlib")
 SEED = typer.Option(0, help="seed of the planted data")
 
@@ -46,14 +47,15 @@ def decay_command(
     with progress_bar("decay") as progress:
         study = study_decay(steps, seed, topk, progress=progress)
     if plot is not None:
-        plot_decay(study, plot)
-    print(json.dumps(study.as_json())) if as_json else show_decay(study)
+        with new_file(plot, "--plot") as name:
+            plot_decay(study, name)
+    print_json("study decay", study.as_json()) if as_json else show_decay(study)
 
 
 @study_app.command("weights")
 def weights_command(
     model: str = typer.Option("smollm2", help="whose keys: smollm2, a local directory, a hub path, or none"),
-    text: str = typer.Option(TEXT, help="file with the text that the model reads"),
+    text: str | None = typer.Option(None, help="file with the text that the model reads" + declared.OWN_TEXT),
     tokens: int = typer.Option(2304, min=64, help="tokens of the text"),
     queries: int = typer.Option(16, min=1, help="last tokens whose queries rank the pages"),
     topk: int = typer.Option(8, min=1, help="pages chosen"),
@@ -67,12 +69,13 @@ def weights_command(
     keys: dict[str, Sequence[Recorded]] = {"planted": planted_segments(seed)}
     if model != "none":
         quiet_transformers()
-        keys[model] = record_model(model, read_file(text, "--text"), tokens=tokens, queries=queries)
+        keys[model] = record_model(model, read_text(text), tokens=tokens, queries=queries)
     with progress_bar("weights") as progress:
         study = study_weights(keys, Budget(topk), page_size, progress=progress)
     if plot is not None:
-        plot_weights(study, plot)
-    print(json.dumps(study.as_json())) if as_json else show_weights(study)
+        with new_file(plot, "--plot") as name:
+            plot_weights(study, name)
+    print_json("study weights", study.as_json()) if as_json else show_weights(study)
 
 
 @study_app.command("published")
@@ -82,7 +85,7 @@ def published_command(
     """Run the published accumulator figures again; exit code 1 if one leaves its band."""
     with progress_bar("published") as progress:
         report = run_published(seed, seeds, progress=progress)
-    print(json.dumps(report.as_json())) if as_json else show_published(report)
+    print_json("study published", report.as_json()) if as_json else show_published(report)
     return 0 if report.passed else 1
 
 

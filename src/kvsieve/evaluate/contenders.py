@@ -6,12 +6,10 @@ import hashlib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any
 
 from kvsieve.budget import Budget
 from kvsieve.errors import ConfigError
-from kvsieve.evaluate.tasks import TAIL
 from kvsieve.flow import DEFAULT_PAGE_SIZE, Flow, check_flow, choose_page_size, flow_name, load_flow
 
 DENSE, ORACLE, RANDOM, RECENT = "dense", "oracle selection", "random pages", "recent only"
@@ -121,42 +119,3 @@ def _digest(flow: Flow) -> str:
     except (OSError, TypeError):
         source = repr(type(flow))
     return hashlib.sha256(f"{source}{flow!r}".encode()).hexdigest()[:12]
-
-
-@dataclass(frozen=True)
-class BudgetWish:
-    """A budget as it was written: tokens, or a share of the context."""
-
-    text: str
-    tokens: int | None = None
-    share: Fraction | None = None
-
-    def of(self, context: int) -> int:
-        """Tokens at a context, rounded up. All of it means all of question and answer too."""
-        if self.tokens is not None:
-            return self.tokens
-        assert self.share is not None
-        if self.share == 1:
-            return context + TAIL
-        return -(-self.share.numerator * context // self.share.denominator)
-
-
-def parse_budget(text: str) -> BudgetWish:
-    """``0.125`` and ``12.5%`` are shares of the context, ``256`` is a number of tokens.
-
-    Raises:
-        ConfigError: neither.
-    """
-    try:
-        value = Fraction(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except (ValueError, ZeroDivisionError):
-        value = Fraction(-1)
-    is_share = text.endswith("%") or "." in text
-    if is_share and 0 < value <= 1:
-        return BudgetWish(text, share=value)
-    if not is_share and value >= 1 and value.denominator == 1:
-        return BudgetWish(text, tokens=int(value))
-    raise ConfigError(
-        f"--budget: expected a share of the context such as 0.125 or 12.5%, or a number of tokens such as 256, "
-        f"received {text!r}"
-    )

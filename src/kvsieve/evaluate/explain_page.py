@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from kvsieve.evaluate.page import asset, page, table, write_file
+from kvsieve.evaluate.page import asset, page, table
 from kvsieve.evaluate.trace import Loss, Trace
+from kvsieve.outputs import write_text
 
 DECADES = 4
 """Mass is drawn on a logarithmic scale from 10**-4 to 1."""
@@ -23,7 +24,7 @@ def write_explanation(trace: Trace, path: Path, command: str = "") -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    write_file(path, explanation(trace, command), "--report")
+    write_text(path, explanation(trace, command), "--report")
 
 
 def explanation(trace: Trace, command: str = "") -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from kvsieve.errors import ConfigError
-
 
 def asset(name: str) -> str:
     """A style sheet or script that lies beside this file."""
@@ -28,16 +26,3 @@ def table(titles: list[str], rows: list[list[str]]) -> str:
     head = "".join(f"<th>{escape(title)}</th>" for title in titles)
     body = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>'
-
-
-def write_file(path: Path, text: str, option: str) -> None:
-    """Write a text file whole, making its folder.
-
-    Raises:
-        ConfigError: it cannot be written; names the option.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: {error.strerror or error}; expected a file to write to") from None

@@ -10,9 +10,10 @@ from kvsieve.evaluate.axes import nats, shares
 from kvsieve.evaluate.cells import COLUMNS, LEGEND, cells, heading
 from kvsieve.evaluate.chart import BOTTOM, LEFT, RIGHT, TOP, Line, Mark, chart, heat_map, swatch
 from kvsieve.evaluate.contenders import DENSE, ORACLE, RANDOM, RECENT
-from kvsieve.evaluate.page import page, table, write_file
+from kvsieve.evaluate.page import page, table
 from kvsieve.evaluate.summary import Row, Summary, mean_map, mean_of
 from kvsieve.evaluate.tasks import TASKS
+from kvsieve.outputs import write_text
 
 STYLES = {DENSE: "ref-dense", ORACLE: "ref-oracle", RANDOM: "ref-random", RECENT: "ref-recent"}
 COLOURS = 10
@@ -30,7 +31,7 @@ def write_report(summary: Summary, path: Path, command: str = "") -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    write_file(path, report(summary, command), "--report")
+    write_text(path, report(summary, command), "--report")
 
 
 def report(summary: Summary, command: str = "") -> str:

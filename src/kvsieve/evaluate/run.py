@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,15 +16,17 @@ from typing import Any
 
 import torch
 
+from kvsieve.budget_text import BudgetText
 from kvsieve.dtypes import DTYPES
 from kvsieve.errors import ConfigError, KvsieveError
-from kvsieve.evaluate.contenders import DENSE, BudgetWish, Contender
+from kvsieve.evaluate.contenders import DENSE, Contender
 from kvsieve.evaluate.decode import Batch
 from kvsieve.evaluate.store import Key, Result, ResultStore
 from kvsieve.evaluate.tasks import TAIL, TASKS
 from kvsieve.evaluate.text import Corpus, digest
 from kvsieve.models import load_model, positions_of, quiet_transformers
 from kvsieve.retention import Evict
+from kvsieve.workers import Workers
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,12 @@ class Wish:
     contenders: Sequence[Contender]
     tasks: Sequence[str]
     contexts: Sequence[int]
-    budgets: Sequence[BudgetWish]
+    budgets: Sequence[BudgetText]
     samples: int
 
     def keys(self, task: str, context: int, samples: Sequence[int]) -> Iterator[tuple[Contender, list[Key]]]:
         """Per contender and budget the results of some samples. Dense has one budget: everything."""
-        tokens = list(dict.fromkeys(budget.of(context) for budget in self.budgets))
+        tokens = list(dict.fromkeys(budget.of(context, TAIL) for budget in self.budgets))
         for contender in self.contenders:
             for count in [context + TAIL] if contender.rule == DENSE else tokens:
                 yield contender, [Key(task, context, count, contender.name, sample) for sample in samples]
@@ -73,7 +75,8 @@ class Wish:
                 for budget in self.budgets:
                     if contender.evicts:
                         Evict(budget.of(context))
-                    contender.budget(flow, budget.of(context))
+                    if contender.rule != DENSE:
+                        budget.budget(contender.page_size, context, selects=flow.score is not None)
 
     def digests(self) -> dict[str, str]:
         """Digest by contender."""
@@ -141,7 +144,7 @@ def run_units(setting: Setting, todo: Sequence[Unit], jobs: int) -> Iterator[lis
     # A thread of its own: workers never wait for a reader, and a message cut short by a death holds up nobody else.
     Thread(target=_receive, args=(results, received), daemon=True).start()
     stop = spawn.Event()
-    with ProcessPoolExecutor(workers, spawn, _start_worker, (threads, results, stop)) as pool:
+    with Workers(workers, _start_worker, threads, results, stop) as pool:
         running = {pool.submit(_send_unit, setting, unit) for unit in todo}
         try:
             while running:

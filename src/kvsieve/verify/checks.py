@@ -36,7 +36,8 @@ class Numbers:
     """What was seen so far: comparisons per stage, worst error over its bound, selections against the reference.
 
     ``agreed`` of ``selections`` equal the reference's; ``boundary`` is the narrowest top-k boundary, in float32 ulp;
-    ``drift`` is the largest relative distance of stored state from the reference's own trajectory.
+    ``drift`` is the largest distance of stored state from the reference's own trajectory, relative to the largest
+    value of the field in the segment's window.
     """
 
     checked: dict[str, int] = field(default_factory=dict)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from kvsieve.verify.programs import FuzzResult, fuzz
 from kvsieve.verify.report import FlowReport
 from kvsieve.verify.subject import Subject
 from kvsieve.verify.suite import CHECKS, GRID, Check, Outcome, run_check
+from kvsieve.workers import Workers
 
 FUZZ_CHUNK = 20
 """Programmes a worker takes at a time."""
@@ -70,7 +70,7 @@ def verify_all(
     tasks = [(index, name) for name in names for index in range(len(orders))]
     outcomes: dict[tuple[int, str], Outcome] = {}
     spent = [0.0] * len(orders)
-    with _workers(jobs) as pool:
+    with Workers(jobs, torch.set_num_threads, 1) as pool:
         futures = {pool.submit(_work, orders[index], name): (index, name) for index, name in tasks}
         for future in as_completed(futures):
             index, name = futures[future]
@@ -98,7 +98,7 @@ def fuzz_in_parallel(
         return fuzz(programs, events, seed, flow, backend, lambda: progress(1), dtype=dtype, device=device)
     done = FuzzResult(0, 0, Numbers())
     starts = range(0, programs, FUZZ_CHUNK)
-    with _workers(jobs) as pool:
+    with Workers(jobs, torch.set_num_threads, 1) as pool:
         futures = [
             pool.submit(
                 fuzz, min(FUZZ_CHUNK, programs - start), events, seed + start, flow, backend, dtype=dtype, device=device
@@ -116,11 +116,6 @@ def fuzz_in_parallel(
                 pool.shutdown(cancel_futures=True)
                 return done
     return done
-
-
-def _workers(jobs: int) -> ProcessPoolExecutor:
-    """Fresh processes with a thread each."""
-    return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,))
 
 
 def report(subject: Subject, outcomes: Sequence[Outcome], seconds: float) -> FlowReport:

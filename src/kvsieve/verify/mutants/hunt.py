@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from functools import lru_cache
-from multiprocessing import get_context
 
 import torch
 
@@ -21,6 +20,7 @@ from kvsieve.verify.mutants.observe import finite_memory, traced_once, watched
 from kvsieve.verify.programs import random_program, run_program
 from kvsieve.verify.subject import Subject
 from kvsieve.verify.suite import CHECKS, Check
+from kvsieve.workers import Workers
 
 FLOWS = ("gqa_quest_sparse_attention", "gqa_block_sparse_attention", "h2o_token_sparse_attention", "every_rule")
 """What mutants run under: an envelope, a softmax over the window, state by token, every rule of the lowering."""
@@ -187,7 +187,7 @@ def hunt_all(
     # The long hunts first: nobody waits for one that began last.
     order = sorted(names, key=lambda name: not MUTANTS[name].survives)
     results: dict[str, Hunt] = {}
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_start_worker) as pool:
+    with Workers(jobs, _start_worker) as pool:
         for future in as_completed([pool.submit(_work, name) for name in order]):
             result = future.result()
             results[result.mutant] = result
