@@ -90,7 +90,7 @@ class FlowLayer:
         if len(filled):
             self.engine.backend.summarize(self.flow, pool, filled)
         if entered is not None:
-            pool.enter(entered)
+            self.engine.backend.enter(pool, entered)
 
     def decode(
         self, pool: PagePool, rows: Decoding | FixedDecoding, q: torch.Tensor, mass: StepMass | None, audited: bool
