@@ -23,8 +23,8 @@ def test_an_interrupt_ends_a_command_and_its_workers():
         time.sleep(2)  # workers are starting, or at work
         os.killpg(process.pid, signal.SIGINT)
         try:
-            out, error = process.communicate(timeout=20)
-            deadline = time.monotonic() + 10  # multiprocessing's own process goes when it sees that all others went
+            out, error = process.communicate(timeout=120)
+            deadline = time.monotonic() + 60  # multiprocessing's own process goes when it sees that all others went
             while group(process.pid) and time.monotonic() < deadline:
                 time.sleep(0.1)
         finally:
@@ -46,6 +46,15 @@ def group(leader: int) -> list[int]:
         if int(fields[2]) == leader and fields[0] != "Z":
             found.append(int(name))
     return found
+
+
+def test_what_is_done_comes_once():
+    with Workers(2) as pool:
+        assert pool.next_done(timeout=0) is None
+        submitted = [pool.submit(divmod, 7, number) for number in range(5)]
+        done = list(pool.completed())
+        assert sorted(map(id, done)) == sorted(map(id, submitted)) and pool.next_done(timeout=0) is None
+    assert isinstance(submitted[0].exception(), ZeroDivisionError) and submitted[2].result() == (3, 1)
 
 
 def test_a_failure_among_workers_ends_the_others_at_once():

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -23,11 +24,34 @@ class Workers(ProcessPoolExecutor):
 
     def __init__(self, count: int, initializer: Callable[..., object] | None = None, *arguments: Any) -> None:
         super().__init__(count, get_context("spawn"), initializer, arguments)
+        self._done: SimpleQueue[Future[Any]] = SimpleQueue()
+        self._submitted = 0
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """As in :class:`ProcessPoolExecutor`; processes that it starts get no interrupts."""
         with _held_interrupts():
-            return super().submit(fn, *args, **kwargs)
+            future = super().submit(fn, *args, **kwargs)
+            future.add_done_callback(self._done.put)
+            self._submitted += 1
+        return future
+
+    def next_done(self, timeout: float | None = None) -> Future[Any] | None:
+        """A future that is done and was not given before, as they come; None if none is after so many seconds.
+
+        ``concurrent.futures.wait`` and ``as_completed`` take the locks of all futures, and an interrupt in between
+        leaves them taken: the thread that ends the workers then waits for ever.
+        """
+        try:
+            return self._done.get(timeout=timeout)
+        except Empty:
+            return None
+
+    def completed(self) -> Iterator[Future[Any]]:
+        """All futures that were submitted, as they are done."""
+        for _ in range(self._submitted):
+            future = self.next_done()
+            assert future is not None
+            yield future
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from functools import cache
@@ -145,14 +144,17 @@ def run_units(setting: Setting, todo: Sequence[Unit], jobs: int) -> Iterator[lis
     Thread(target=_receive, args=(results, received), daemon=True).start()
     stop = spawn.Event()
     with Workers(workers, _start_worker, threads, results, stop) as pool:
-        running = {pool.submit(_send_unit, setting, unit) for unit in todo}
+        for unit in todo:
+            pool.submit(_send_unit, setting, unit)
+        running = len(todo)
         try:
             while running:
-                done, running = wait(running, timeout=0.2)
+                done = pool.next_done(timeout=0.2)
                 while not received.empty():
                     yield received.get() or []
-                for future in done:
-                    future.result()
+                if done is not None:
+                    running -= 1
+                    done.result()
         except BrokenProcessPool:
             raise KvsieveError(
                 f"a worker process of {workers} died, most likely out of memory; use fewer --jobs or a smaller --batch"

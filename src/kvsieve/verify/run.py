@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import as_completed
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +71,7 @@ def verify_all(
     spent = [0.0] * len(orders)
     with Workers(jobs, torch.set_num_threads, 1) as pool:
         futures = {pool.submit(_work, orders[index], name): (index, name) for index, name in tasks}
-        for future in as_completed(futures):
+        for future in pool.completed():
             index, name = futures[future]
             outcomes[index, name], seconds = future.result()
             spent[index] += seconds
@@ -99,14 +98,11 @@ def fuzz_in_parallel(
     done = FuzzResult(0, 0, Numbers())
     starts = range(0, programs, FUZZ_CHUNK)
     with Workers(jobs, torch.set_num_threads, 1) as pool:
-        futures = [
-            pool.submit(
-                fuzz, min(FUZZ_CHUNK, programs - start), events, seed + start, flow, backend, dtype=dtype, device=device
-            )
-            for start in starts
-        ]
-        for future in as_completed(futures):
-            part = future.result()
+        for start in starts:
+            count = min(FUZZ_CHUNK, programs - start)
+            pool.submit(fuzz, count, events, seed + start, flow, backend, dtype=dtype, device=device)
+        for future in pool.completed():
+            part: FuzzResult = future.result()
             done.numbers.merge(part.numbers)
             done = FuzzResult(
                 done.programs + part.programs, done.events + part.events, done.numbers, part.failing, part.error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import as_completed
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -188,8 +187,10 @@ def hunt_all(
     order = sorted(names, key=lambda name: not MUTANTS[name].survives)
     results: dict[str, Hunt] = {}
     with Workers(jobs, _start_worker) as pool:
-        for future in as_completed([pool.submit(_work, name) for name in order]):
-            result = future.result()
+        for name in order:
+            pool.submit(_work, name)
+        for future in pool.completed():
+            result: Hunt = future.result()
             results[result.mutant] = result
             progress()
     return [results[name] for name in names]
