@@ -19,7 +19,7 @@ import torch
 
 pytest.importorskip("triton")
 
-import test_triton as world
+import triton_world as world
 from kvsieve.backends.attention import attend_selected, column_sums
 from kvsieve.backends.base import AttentionOptions
 from kvsieve.backends.eager import EagerBackend
@@ -29,7 +29,7 @@ from kvsieve.mass import AttentionMass
 from kvsieve.paging.slots import trim
 from kvsieve.plan import MassRows
 
-pytestmark = [world.pytestmark, pytest.mark.slow]
+pytestmark = [world.NEEDS_GPU_OR_INTERPRETER, pytest.mark.slow]
 Judge = Callable[[ModuleType], bool]
 """Whether what a module computes is right."""
 

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-import test_triton as world
+import triton_world as world
 from generated_world import close, make_world, run_beside_float64
 from kvsieve.backends.base import AttentionOptions
 from kvsieve.backends.triton import TritonBackend, attend

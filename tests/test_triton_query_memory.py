@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-import test_triton as world
+import triton_world as world
 from generated_world import close, make_world, run_beside_float64
 from kvsieve.backends.attention import attend_selected, column_sums
 from kvsieve.backends.base import AttentionOptions
@@ -18,7 +18,7 @@ from kvsieve.flow import build_flow
 from kvsieve.graph import Geometry, trace_flow
 from kvsieve.mass import AttentionMass
 
-pytestmark = world.pytestmark
+pytestmark = world.NEEDS_GPU_OR_INTERPRETER
 
 
 def surrounded(x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from kvsieve.graph import Geometry, trace_flow
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Writes
 from kvsieve.runtime import Runtime
-from test_triton import quota_of
+from triton_world import quota_of
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
