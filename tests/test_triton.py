@@ -26,7 +26,8 @@ from kvsieve.mass import AttentionMass
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Writes
 from test_eager_grid import both_widths, compare_with_reference
-from triton_world import DEVICE, NEEDS_GPU_OR_INTERPRETER, World
+from triton_device import DEVICE, NEEDS_GPU_OR_INTERPRETER
+from triton_world import World
 
 pytestmark = NEEDS_GPU_OR_INTERPRETER
 

@@ -17,7 +17,8 @@ from kvsieve.backends.triton import TritonBackend, attend, store
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.mass import AttentionMass
 from kvsieve.plan import MassRows
-from triton_world import DEVICE, LENGTHS, NEEDS_GPU_OR_INTERPRETER, World, within_one_rounding
+from triton_device import DEVICE, NEEDS_GPU_OR_INTERPRETER
+from triton_world import LENGTHS, World, within_one_rounding
 
 pytestmark = NEEDS_GPU_OR_INTERPRETER
 GEOMETRIES = [  # page, heads, group, widths

@@ -11,7 +11,8 @@ from kvsieve.backends.triton import TritonBackend
 from kvsieve.paging.slots import POSITION, trim
 from kvsieve.retention import Evict
 from kvsieve.runtime import Runtime
-from triton_world import DEVICE, NEEDS_GPU_OR_INTERPRETER, full_slots, same_slots
+from triton_device import DEVICE, NEEDS_GPU_OR_INTERPRETER
+from triton_world import full_slots, same_slots
 
 pytestmark = NEEDS_GPU_OR_INTERPRETER
 

@@ -18,11 +18,9 @@ from kvsieve.mass import AttentionMass
 from kvsieve.paging.table import RequestId
 from kvsieve.retention import Evict
 from kvsieve.stepgraph import StepGraph
+from triton_device import DEVICE, NEEDS_GPU_OR_INTERPRETER
 
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
-)
-DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = NEEDS_GPU_OR_INTERPRETER
 HEADS, GROUP, WIDTH, V_WIDTH = 2, 3, 20, 12
 
 

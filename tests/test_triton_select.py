@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 from kvsieve.backends.select import select_pages
 from kvsieve.backends.triton import longrow
 from kvsieve.backends.triton.select import select
-from triton_world import DEVICE, NEEDS_GPU_OR_INTERPRETER, quota_of, rankings
+from triton_device import DEVICE, NEEDS_GPU_OR_INTERPRETER
+from triton_world import quota_of, rankings
 
 pytestmark = NEEDS_GPU_OR_INTERPRETER
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import pytest
 import torch
 
 from kvsieve.backends.base import Selection
@@ -14,11 +13,8 @@ from kvsieve.paging.pool import LayerPool
 from kvsieve.paging.slots import POSITION, Trim, slot_fields
 from kvsieve.plan import Quota, Rows
 from kvsieve.window import Window
+from triton_device import DEVICE
 
-NEEDS_GPU_OR_INTERPRETER = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
-)
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 SPECIAL = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1.0, -1.0, 1e-42])
 LENGTHS = [1, 4, 5, 6, 32, 33, 34, 66, 99, 161]
 
