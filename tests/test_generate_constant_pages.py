@@ -45,7 +45,7 @@ def test_a_value_without_pages(
     what: str, page: int, width: int, group: int, heads: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scores that read no field; a neighbour's value is the page's own, and nothing beyond the window's ends."""
-    monkeypatch.setattr(stages, "ASKED_PRODUCTS", 1 if ahead else 1 << 30)
+    monkeypatch.setattr(stages, "HOISTED_PRODUCTS", 1 if ahead else 1 << 30)
     graphs = trace_flow(SameForAll(what), Geometry(page, width, width, group))
-    assert len(generate_score(graphs).plan.asked) == ahead
+    assert len(generate_score(graphs).plan.hoisted) == ahead
     run_beside_float64(make_world(graphs, (1, 6, 0, 17), heads, device=DEVICE), close(5e-6))

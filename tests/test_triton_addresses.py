@@ -114,6 +114,6 @@ def test_eviction(with_mass: bool, watched: list[int]) -> None:
 
 
 def test_lives(watched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvsieve.backends.triton.generate.stages.ASKED_PRODUCTS", 64)
+    monkeypatch.setattr("kvsieve.backends.triton.generate.stages.HOISTED_PRODUCTS", 64)
     lives(Everything(), 2, [9, 1, 6], budget=Budget(2, 1, 2))
     assert len(watched) > 100

@@ -144,7 +144,7 @@ def test_every_step_launches_the_same(flow: Flow, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("page", [1, 5])
 def test_a_flow_of_everything(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "ASKED_PRODUCTS", 64)
+    monkeypatch.setattr(stages, "HOISTED_PRODUCTS", 64)
     lives(Everything(), page, [6 * page, 1, 3 * page + page // 2 + 1], budget=Budget(2, 1, 2))
 
 

@@ -66,9 +66,9 @@ class Later(Flow):
 
 
 def test_queries_that_meet_all_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "ASKED_PRODUCTS", 1)
+    monkeypatch.setattr(stages, "HOISTED_PRODUCTS", 1)
     graphs = trace_flow(Later(), Geometry(3, 20, 20, 3))
-    assert [op.kind for op in generate_score(graphs).plan.asked] == ["contract"]
+    assert [op.kind for op in generate_score(graphs).plan.hoisted] == ["contract"]
     run_beside_float64(make_world(graphs, (3, 0, 40), 2, device=DEVICE), close(5e-6))
 
 
