@@ -57,7 +57,7 @@ def make_world(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     q_dtype: torch.dtype | None = None,
-    device: str = "cpu",
+    device: torch.device | str = "cpu",
     page_major: bool = True,
 ) -> World:
     """Random K, V and state in the windows' pages; summaries are not computed yet."""

@@ -23,8 +23,9 @@ check tests/test_vllm_cuda_parts.py
 check tests/test_cuda.py -k "triton or offsets or fifty or waits"
 run "$PYTHON" -m kvsieve verify gqa_quest_sparse_attention --backend triton --device cuda
 if command -v compute-sanitizer > /dev/null; then
+    kernels="tests/test_triton_select.py tests/test_triton_attend.py tests/test_triton_evict.py"
     small="again or one_token or (attention_and_mass and sum and 5) or (adds_itself and 5) or (selection_is_exact and 65)"
-    run compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" -m pytest -q -rf --tb=short tests/test_triton.py -k "$small"
-    run compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" -m pytest -q -rf --tb=short tests/test_triton.py -k "$small"
+    run compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" -m pytest -q -rf --tb=short $kernels -k "$small"
+    run compute-sanitizer --tool racecheck --error-exitcode 9 "$PYTHON" -m pytest -q -rf --tb=short $kernels -k "$small"
 fi
 exit $failed

@@ -11,14 +11,11 @@ pytest.importorskip("triton")
 
 from generated_world import close, make_world, run_beside_float64
 from kvsieve.backends.triton.generate import generate_score, stages
-from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.flow import Flow
 from kvsieve.graph import Geometry, trace_flow
+from triton_device import DEVICE, NEEDS_GPU_OR_INTERPRETER
 
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
-)
-DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = NEEDS_GPU_OR_INTERPRETER
 
 
 class SameForAll(Flow):
@@ -48,7 +45,7 @@ def test_a_value_without_pages(
     what: str, page: int, width: int, group: int, heads: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scores that read no field; a neighbour's value is the page's own, and nothing beyond the window's ends."""
-    monkeypatch.setattr(stages, "ASKED_PRODUCTS", 1 if ahead else 1 << 30)
+    monkeypatch.setattr(stages, "HOISTED_PRODUCTS", 1 if ahead else 1 << 30)
     graphs = trace_flow(SameForAll(what), Geometry(page, width, width, group))
-    assert len(generate_score(graphs).plan.asked) == ahead
+    assert len(generate_score(graphs).plan.hoisted) == ahead
     run_beside_float64(make_world(graphs, (1, 6, 0, 17), heads, device=DEVICE), close(5e-6))

@@ -25,11 +25,9 @@ from kvsieve.flow import Flow, build_flow, load_flow
 from kvsieve.graph import Geometry, trace_flow
 from test_random_flows import FLOWS, run_beside_the_reference, traced
 from test_vortex_flows import SHIPPED, USERS
+from triton_device import DEVICE, NEEDS_GPU_OR_INTERPRETER
 
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
-)
-DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = NEEDS_GPU_OR_INTERPRETER
 PAGES = ("block_sparse_attention", "gqa_block_sparse_attention", "gqa_quest_sparse_attention", "h2o_sparse_attention",
          "gqa_h2o_sparse_attention", "h2o", "snapkv", "tova")  # fmt: skip
 TOKENS = ("h2o_token_sparse_attention", "gqa_h2o_token_sparse_attention")

@@ -13,14 +13,11 @@ pytest.importorskip("triton")
 from generated_world import close, make_world, run_beside_float64
 from kvsieve.backends.triton.generate import ScoreProgram, generate_score, program, tuning
 from kvsieve.backends.triton.generate.program import Variant
-from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.flow import Flow
 from kvsieve.graph import Geometry, trace_flow
+from triton_device import DEVICE, NEEDS_GPU_OR_INTERPRETER
 
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
-)
-DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = NEEDS_GPU_OR_INTERPRETER
 
 
 class Votes(Flow):

@@ -16,17 +16,14 @@ from kvsieve.backends.triton.generate.ir import Op
 from kvsieve.backends.triton.generate.program import Generated, Variant
 from kvsieve.backends.triton.generate.table import ROWS
 from kvsieve.backends.triton.generate.translate import Translated, translate
-from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.flow import Flow
 from kvsieve.ops import table
 from kvsieve.verify.poison import garbage
 from op_cases import CASES
 from test_ops import PER_PAGE, call, inputs, traced
+from triton_device import DEVICE, NEEDS_GPU_OR_INTERPRETER
 
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
-)
-DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = NEEDS_GPU_OR_INTERPRETER
 WIDTHS, HEADS = (3, 1, 0, 7, 2), 2
 
 

@@ -12,15 +12,12 @@ pytest.importorskip("triton")
 from generated_world import close, make_world, run_beside_float64
 from kvsieve.backends.triton.generate import generate_score, stages
 from kvsieve.backends.triton.generate.program import Variant
-from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.flow import Flow, build_flow, load_flow
 from kvsieve.graph import Geometry, trace_flow
 from test_generate_flows import BOUNDS, GEOMETRIES
+from triton_device import DEVICE, NEEDS_GPU_OR_INTERPRETER
 
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
-)
-DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = NEEDS_GPU_OR_INTERPRETER
 
 
 class Asking(Flow):
@@ -53,7 +50,7 @@ class Asking(Flow):
 def test_queries_are_projected_once(
     page: int, width: int, group: int, heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stages, "ASKED_PRODUCTS", 256)
+    monkeypatch.setattr(stages, "HOISTED_PRODUCTS", 256)
     graphs = trace_flow(Asking(), Geometry(page, width, width, group))
     built = generate_score(graphs).built(Variant(heads, dtype != torch.float32))
     ((ahead, _),) = built.ahead
@@ -65,7 +62,7 @@ def test_queries_are_projected_once(
 
 def test_kernels_of_both_forms_project_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All heads of a page in one tile, or one head at a time."""
-    monkeypatch.setattr(stages, "ASKED_PRODUCTS", 256)
+    monkeypatch.setattr(stages, "HOISTED_PRODUCTS", 256)
     score = generate_score(trace_flow(Asking(32), Geometry(4, 16, 16, 4)))
     forms = [any(kernel.wide for kernel in score.built(Variant(heads, False)).kernels) for heads in (2, 3)]
     assert forms == [True, False]

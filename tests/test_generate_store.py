@@ -9,7 +9,6 @@ pytest.importorskip("triton")
 
 from kvsieve.backends import get_backend
 from kvsieve.backends.triton.generate import SummarizeProgram
-from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.budget import Budget
 from kvsieve.flow import build_flow
 from kvsieve.graph import Geometry, trace_flow
@@ -18,11 +17,9 @@ from kvsieve.plan import Writes
 from kvsieve.runtime import Runtime
 from kvsieve.stepgraph import StepGraph
 from kvsieve.verify.poison import poisoned_pools
+from triton_device import DEVICE, NEEDS_GPU_OR_INTERPRETER
 
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
-)
-DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = NEEDS_GPU_OR_INTERPRETER
 
 
 @pytest.mark.parametrize(
@@ -38,9 +35,7 @@ def test_a_step_is_stored_and_summarized(
     graphs = trace_flow(build_flow("gqa_quest_sparse_attention"), Geometry(page, width, v_width, 3))
     with poisoned_pools():
         fields = graphs.summary_fields, graphs.state_fields
-        pool = LayerPool(
-            heads, page, width, v_width, torch.float32, torch.device(DEVICE), *fields, page_major=page_major
-        )
+        pool = LayerPool(heads, page, width, v_width, torch.float32, DEVICE, *fields, page_major=page_major)
         pool.reserve(page + 9, 1)
     offsets = torch.tensor([*range(page), page - 1, 0, page - 1], device=DEVICE)
     blocks = (torch.randperm(len(offsets) + 4) + 1)[: len(offsets)].to(DEVICE)
@@ -52,7 +47,7 @@ def test_a_step_is_stored_and_summarized(
     new = torch.randn(shape).to(DEVICE)
     k, v = (new.permute(2, 0, 1) if strided else new).split((width, v_width), -1)
     backend = get_backend("triton")
-    flow = backend.prepare(graphs, torch.device(DEVICE))
+    flow = backend.prepare(graphs, DEVICE)
     filled = blocks[offsets == page - 1]
     backend.store(flow, pool, Writes(blocks, offsets, filled, blocks[:0], step=True), k, v)
     before_k[:, blocks, offsets], before_v[:, blocks, offsets] = k.transpose(0, 1), v.transpose(0, 1)

@@ -19,7 +19,7 @@ import torch
 
 pytest.importorskip("triton")
 
-import test_triton as world
+import triton_world as world
 from kvsieve.backends.attention import attend_selected, column_sums
 from kvsieve.backends.base import AttentionOptions
 from kvsieve.backends.eager import EagerBackend
@@ -28,8 +28,9 @@ from kvsieve.backends.triton import attend, evict, longrow, ranking, seed, selec
 from kvsieve.mass import AttentionMass
 from kvsieve.paging.slots import trim
 from kvsieve.plan import MassRows
+from triton_device import DEVICE, NEEDS_GPU_OR_INTERPRETER
 
-pytestmark = [world.pytestmark, pytest.mark.slow]
+pytestmark = [NEEDS_GPU_OR_INTERPRETER, pytest.mark.slow]
 Judge = Callable[[ModuleType], bool]
 """Whether what a module computes is right."""
 
@@ -43,7 +44,7 @@ def selects(module: ModuleType) -> bool:
         assert quota.table is not None
         for scores in world.rankings(2, 2, 300):
             scores[1, :, 250:] = float("inf")
-            got, want = (one(scores.to(world.DEVICE), quota, 2) for one in (module.select, select_pages))
+            got, want = (one(scores.to(DEVICE), quota, 2) for one in (module.select, select_pages))
             listed = want.listed().expand(want.pages.shape)
             right &= torch.equal(got.pages[listed], want.pages[listed])
             right &= torch.equal(got.blocks(quota.table)[listed], want.blocks(quota.table)[listed])
@@ -57,7 +58,7 @@ def selects_in_long_windows(module: ModuleType) -> bool:
     right = True
     ascending = torch.arange(9000.0)[None, None]
     for scores in (torch.randn(1, 1, 9000), ascending, torch.where(ascending > 4000, 1.0, 0.0), ascending * 0):
-        got, want = (one(scores.to(world.DEVICE), quota, 1) for one in (module.select, select_pages))
+        got, want = (one(scores.to(DEVICE), quota, 1) for one in (module.select, select_pages))
         right &= torch.equal(got.pages, want.pages)
     return right
 
@@ -66,7 +67,7 @@ def selects_in_small_batches(module: ModuleType) -> bool:
     """Few programs: they read the blocks of a window while its scores come."""
     quota = world.quota_of([300], 20, [0])
     assert quota.table is not None
-    scores = torch.randn(1, 2, 300, device=world.DEVICE)
+    scores = torch.randn(1, 2, 300, device=DEVICE)
     got, want = (one(scores, quota, 2) for one in (module.select, select_pages))
     return torch.equal(got.pages, want.pages) and torch.equal(got.blocks(quota.table), want.blocks(quota.table))
 
@@ -74,7 +75,7 @@ def selects_in_small_batches(module: ModuleType) -> bool:
 def adds_mass(module: ModuleType) -> bool:
     """A program that attends a whole list adds its mass; all requests but one in their units of before."""
     one = world.World(world.LENGTHS, 5, 3, 3, (20, 20), torch.float32)
-    rows = MassRows(one.rows.table, torch.rand(len(world.LENGTHS), device=world.DEVICE) + 0.5, {2: 0.5})
+    rows = MassRows(one.rows.table, torch.rand(len(world.LENGTHS), device=DEVICE) + 0.5, {2: 0.5})
     options = AttentionOptions(0.3, mass=AttentionMass(group="max"))
     _, _, increment = attend_selected(one.q, one.pool, one.rows, one.selection, options)
     state, results, usual = one.pool.state, [], module.shape_for
@@ -105,7 +106,7 @@ def adds_mass_in_tiles(module: ModuleType) -> bool:
 def attends(module: ModuleType) -> bool:
     """Ragged lists in one and in several chunks, soft-capped, with sink logits."""
     one = world.World(world.LENGTHS, 5, 3, 3, (20, 20), torch.float32)
-    options = AttentionOptions(0.3, 3.0, torch.randn(3, 3, device=world.DEVICE))
+    options = AttentionOptions(0.3, 3.0, torch.randn(3, 3, device=DEVICE))
     want = attend_selected(one.q, one.pool, one.rows, one.selection, options)
     right, usual = True, module.shape_for
     for splits in (1, 2):
@@ -132,7 +133,7 @@ def stores_mass(module: ModuleType) -> bool:
     options = AttentionOptions(0.3, mass=AttentionMass(group="mean"))
     _, lse, raw = attend.attend(one.q, one.pool, one.rows, one.selection, options)
     _, _, increment = attend_selected(one.q, one.pool, one.rows, one.selection, options)
-    rows = MassRows(one.rows.table, torch.rand(len(world.LENGTHS), device=world.DEVICE) + 0.5, {})
+    rows = MassRows(one.rows.table, torch.rand(len(world.LENGTHS), device=DEVICE) + 0.5, {})
     state, results = one.pool.state, []
     for run in (
         lambda: module.add_mass(one.pool, one.rows, rows, one.selection, module.Logits(raw, lse, "mean")),
@@ -161,8 +162,8 @@ def evicts(module: ModuleType) -> bool:
 def seeds(module: ModuleType) -> bool:
     """A chunk with a past, decayed; the largest of a group of three."""
     one = world.World([101], 5, 3, 3, (20, 20), torch.float32)
-    q = torch.randn(70, 3, 3, 20, device=world.DEVICE)
-    options = AttentionOptions(0.4, None, torch.randn(3, 3, device=world.DEVICE), AttentionMass(0.9, "max"))
+    q = torch.randn(70, 3, 3, 20, device=DEVICE)
+    options = AttentionOptions(0.4, None, torch.randn(3, 3, device=DEVICE), AttentionMass(0.9, "max"))
     keys = one.pool.k[:, one.rows.table[0]].flatten(1, 2)[:, :101]
     got = module.prompt_mass(q, one.pool, one.rows.table[0], 31, options)
     return torch.allclose(got, column_sums(q, keys, options), rtol=1e-5, atol=1e-5)
@@ -171,12 +172,12 @@ def seeds(module: ModuleType) -> bool:
 def with_a_high_bound(module: ModuleType) -> bool:
     """A bitmap in which fewer pages stand than are chosen: the row must be read whole then."""
     quota = world.quota_of([9000], 70, [0])
-    scores = torch.randn(1, 1, 9000, device=world.DEVICE)
+    scores = torch.randn(1, 1, 9000, device=DEVICE)
     right = module.bitmap_of
 
     def few(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         bitmap, found = right(*arguments)
-        return torch.where(torch.arange(bitmap.shape[2], device=world.DEVICE) < 9, bitmap, 0), found
+        return torch.where(torch.arange(bitmap.shape[2], device=DEVICE) < 9, bitmap, 0), found
 
     module.bitmap_of = few
     try:
@@ -204,7 +205,8 @@ MUTANTS = [
     Mutant("negative scores are upside down", ranking, "bits ^ 0x7FFFFFFF", "bits", selects, select),
     Mutant("the younger page stays at equal rank", ranking, "(equals <= ties)", "(equals > 1)", selects, select),
     Mutant("one page of those at the edge is left out", select, "ties = k - tl.sum", "ties = k - 1 - tl.sum", selects),
-    Mutant("padding of a shorter window competes", select, "there = (page < width)", "there = (page < BLOCK)", selects),
+    Mutant("padding of a shorter window competes", select, "there = page < tl.where(k > 0, width, 0)",
+           "there = page < BLOCK", selects),
     Mutant("blocks are those of the window's places", select, "tl.load(table + sink + page, mask=chosen",
            "tl.load(table + page, mask=chosen", selects),
     Mutant("recent pages are the first ones", select, "one + total - sink - recent", "one - sink + 0 * recent",

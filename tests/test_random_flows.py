@@ -73,7 +73,7 @@ def test_all_flows_compiled_agree_with_the_reference(seed: int) -> None:
     run_beside_the_reference(seed, "compiled")
 
 
-def run_beside_the_reference(seed: int, backend: str, device: str = "cpu") -> None:
+def run_beside_the_reference(seed: int, backend: str, device: torch.device | str = "cpu") -> None:
     """Two prefill chunks and three steps of a ragged batch, two KV heads: outputs, lse, scores, selections."""
     flow, geometry = generated()[seed]
     torch.manual_seed(seed)

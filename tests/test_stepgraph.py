@@ -216,6 +216,8 @@ def test_a_graph_has_room_for_all_pages_that_its_steps_will_score() -> None:
         ({"until": [10, 20]}, r"expected a length for each of 1 requests, received \[10, 20\]"),
         ({"requests": []}, "expected at least one request, received none"),
         ({"until": 7.5}, r"StepGraph\(until=\): expected an integer"),
+        ({"until": 2}, "expected requests of up to 2 tokens, one has 3 already; raise until"),
+        ({"until": [3]}, "expected requests of up to 3 tokens, one has 3 already; raise until"),
         ({"device": "gpu"}, "expected cpu or a CUDA device, received 'gpu'"),
         ({"device": "meta"}, "expected cpu or a CUDA device, received meta"),
         ({"device": "cuda:0"}, "expected layers on cuda:0, received some on cpu"),
@@ -273,6 +275,8 @@ def test_a_model_decodes_in_a_graph_as_ever(flow: str, where: dict[str, Any]) ->
         with torch.inference_mode():
             last = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1]
             decoder = GraphDecoder(model, cache, 90) if graphed else None
+            with pytest.raises(ConfigError, match="until: expected an integer >= 51, received 50"):
+                GraphDecoder(model, cache, until=50)
             for _ in range(12):
                 token = last.argmax(-1, keepdim=True)
                 seen = torch.cat([seen, torch.ones_like(token)], 1)

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-import test_triton as world
+import triton_world as world
 from generated_world import close, make_world, run_beside_float64
 from kvsieve.backends.base import AttentionOptions
 from kvsieve.backends.triton import TritonBackend, attend
@@ -114,6 +114,6 @@ def test_eviction(with_mass: bool, watched: list[int]) -> None:
 
 
 def test_lives(watched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvsieve.backends.triton.generate.stages.ASKED_PRODUCTS", 64)
+    monkeypatch.setattr("kvsieve.backends.triton.generate.stages.HOISTED_PRODUCTS", 64)
     lives(Everything(), 2, [9, 1, 6], budget=Budget(2, 1, 2))
     assert len(watched) > 100

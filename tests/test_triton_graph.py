@@ -18,11 +18,9 @@ from kvsieve.mass import AttentionMass
 from kvsieve.paging.table import RequestId
 from kvsieve.retention import Evict
 from kvsieve.stepgraph import StepGraph
+from triton_device import DEVICE, NEEDS_GPU_OR_INTERPRETER
 
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
-)
-DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = NEEDS_GPU_OR_INTERPRETER
 HEADS, GROUP, WIDTH, V_WIDTH = 2, 3, 20, 12
 
 
@@ -146,7 +144,7 @@ def test_every_step_launches_the_same(flow: Flow, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("page", [1, 5])
 def test_a_flow_of_everything(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "ASKED_PRODUCTS", 64)
+    monkeypatch.setattr(stages, "HOISTED_PRODUCTS", 64)
     lives(Everything(), page, [6 * page, 1, 3 * page + page // 2 + 1], budget=Budget(2, 1, 2))
 
 

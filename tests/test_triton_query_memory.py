@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-import test_triton as world
+import triton_world as world
 from generated_world import close, make_world, run_beside_float64
 from kvsieve.backends.attention import attend_selected, column_sums
 from kvsieve.backends.base import AttentionOptions
@@ -17,8 +17,9 @@ from kvsieve.backends.triton import TritonBackend, attend
 from kvsieve.flow import build_flow
 from kvsieve.graph import Geometry, trace_flow
 from kvsieve.mass import AttentionMass
+from triton_device import DEVICE, NEEDS_GPU_OR_INTERPRETER
 
-pytestmark = world.pytestmark
+pytestmark = NEEDS_GPU_OR_INTERPRETER
 
 
 def surrounded(x: torch.Tensor) -> torch.Tensor:
@@ -46,7 +47,7 @@ def test_attention_and_mass(splits: int, dtype: torch.dtype, monkeypatch: pytest
 
 def test_prompt_mass() -> None:
     one = world.World([101], 5, 3, 3, (20, 20), torch.float32)
-    q = surrounded(torch.randn(70, 3, 3, 20, device=world.DEVICE))
+    q = surrounded(torch.randn(70, 3, 3, 20, device=DEVICE))
     options = AttentionOptions(0.4, mass=AttentionMass(0.9, "max"))
     keys = one.pool.k[:, one.rows.table[0]].flatten(1, 2)[:, :101]
     got = TritonBackend().prompt_mass(q, one.pool, one.rows.table[0], 31, options)
@@ -59,6 +60,6 @@ def test_prompt_mass() -> None:
 @pytest.mark.parametrize("name", ["gqa_quest_sparse_attention", "h2o"])
 def test_scores(name: str, page: int, width: int, group: int, heads: int, dtype: torch.dtype) -> None:
     graphs = trace_flow(build_flow(name), Geometry(page, width, width, group))
-    one = make_world(graphs, (1, 9, 0, 20), heads, dtype, device=str(world.DEVICE))
+    one = make_world(graphs, (1, 9, 0, 20), heads, dtype, device=DEVICE)
     one.q = surrounded(one.q)
     run_beside_float64(one, close(2e-6 if dtype == torch.float32 else 2.0**-6))

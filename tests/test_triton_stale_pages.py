@@ -13,7 +13,6 @@ from generated_world import close, make_world, run_beside_float64
 from kvsieve.backends import get_backend
 from kvsieve.backends.triton.generate import generate_score, generate_summarize, stages
 from kvsieve.backends.triton.generate.program import Variant
-from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.backends.triton.select import select
 from kvsieve.budget import Budget
 from kvsieve.flow import Flow, build_flow
@@ -21,12 +20,10 @@ from kvsieve.graph import Geometry, trace_flow
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Writes
 from kvsieve.runtime import Runtime
-from test_triton import quota_of
+from triton_device import DEVICE, NEEDS_GPU_OR_INTERPRETER
+from triton_world import quota_of
 
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
-)
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+pytestmark = NEEDS_GPU_OR_INTERPRETER
 
 
 @pytest.mark.parametrize("heads", [2, 3])
@@ -69,10 +66,10 @@ class Later(Flow):
 
 
 def test_queries_that_meet_all_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "ASKED_PRODUCTS", 1)
+    monkeypatch.setattr(stages, "HOISTED_PRODUCTS", 1)
     graphs = trace_flow(Later(), Geometry(3, 20, 20, 3))
-    assert [op.kind for op in generate_score(graphs).plan.asked] == ["contract"]
-    run_beside_float64(make_world(graphs, (3, 0, 40), 2, device=str(DEVICE)), close(5e-6))
+    assert [op.kind for op in generate_score(graphs).plan.hoisted] == ["contract"]
+    run_beside_float64(make_world(graphs, (3, 0, 40), 2, device=DEVICE), close(5e-6))
 
 
 @pytest.mark.parametrize("name", ["h2o", "gqa_block_sparse_attention", "h2o_token_sparse_attention"])

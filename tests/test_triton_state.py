@@ -8,14 +8,11 @@ import torch
 pytest.importorskip("triton")
 
 from kvsieve.backends import get_backend
-from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.graph import FieldSpec
 from kvsieve.paging.pool import LayerPool
+from triton_device import DEVICE, NEEDS_GPU_OR_INTERPRETER
 
-pytestmark = pytest.mark.skipif(
-    not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or TRITON_INTERPRET=1"
-)
-DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = NEEDS_GPU_OR_INTERPRETER
 
 
 @pytest.mark.parametrize("page_major", [True, False])
@@ -31,7 +28,7 @@ def test_pages_enter_at_the_initial_values(page_major: bool, dtype: torch.dtype)
     }
     fields = {name: FieldSpec(tuple(value.shape), value.dtype, value) for name, value in initial.items()}
     fields["as K"] = FieldSpec((5,), None, initial["as K"])
-    pool = LayerPool(3, 5, 20, 12, dtype, torch.device(DEVICE), {}, fields, page_major)
+    pool = LayerPool(3, 5, 20, 12, dtype, DEVICE, {}, fields, page_major)
     pool.reserve(2, 9)
     for field in pool.state.values():
         field.zero_()

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from kvsieve import Budget, ConfigError
-from kvsieve.integrations.vllm.fixed import DecodeMemory, FixedDecoding, filled_pages, is_sparse
+from kvsieve.integrations.vllm.fixed import DecodeMemory, FixedDecoding, filled_pages, leaves_pages_out
 from kvsieve.integrations.vllm.group import refuse_what_does_not_fit
 from kvsieve.integrations.vllm.plan import Batch, BatchPlan, Decoding
 from test_vllm_parts import random_batch
@@ -81,8 +81,8 @@ def test_what_a_mixed_step_fills(page: int, block: int) -> None:
 
 def test_whether_anything_is_left_out() -> None:
     asked = [(Budget(2, 1, 1), True), (Budget(5, 1, 1), False)]
-    assert [is_sparse(asked, length, 4) for length in (1, 16, 17)] == [False, False, True]
-    assert not is_sparse(asked[1:], 28, 4) and is_sparse(asked[1:], 29, 4)
+    assert [leaves_pages_out(asked, length, 4) for length in (1, 16, 17)] == [False, False, True]
+    assert not leaves_pages_out(asked[1:], 28, 4) and leaves_pages_out(asked[1:], 29, 4)
 
 
 def test_plans_wait_for_no_device() -> None:

@@ -15,7 +15,7 @@ import wrong_python
 import wrong_results
 from kvsieve.budget import Budget
 from kvsieve.errors import ConfigError, FlowError, UnknownName
-from kvsieve.flow import Flow, build_flow, check_flow, load_flow, register
+from kvsieve.flow import Flow, build_flow, check_flow, list_flows, load_flow, register
 from kvsieve.graph import Geometry, trace_flow
 from wrong_flow import CASES, marked_line
 
@@ -51,6 +51,12 @@ def test_there_are_many() -> None:
 
 
 # Registering, loading, building
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr("kvsieve.flow._REGISTRY", dict(list_flows()))
 
 
 class Tunable(Flow):
@@ -178,7 +184,9 @@ def test_refused(case: str, tmp_path: Path) -> None:
     assert_readable(message)
 
 
-def test_no_flow_of_this_file_stays_registered_by_accident() -> None:
+def test_what_is_refused_is_not_registered() -> None:
+    with pytest.raises(ConfigError):
+        register("wrong_flows_dict")(dict)
     with pytest.raises(UnknownName):
         build_flow("wrong_flows_dict")
 

@@ -9,8 +9,10 @@ from fractions import Fraction
 from kvsieve.budget import Budget, BudgetTooSmall
 from kvsieve.errors import ConfigError
 
-FORMS = "tokens such as 256 (sink and recent ones included), a share of the context such as 12.5% or 0.125, or pages "
-FORMS += "chosen+sink+recent such as 64+1+2"
+FORMS = (
+    "tokens such as 256 (sink and recent ones included), a share of the context such as 12.5% or 0.125, or pages "
+    "chosen+sink+recent such as 64+1+2"
+)
 
 
 @dataclass(frozen=True)

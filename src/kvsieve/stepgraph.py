@@ -36,7 +36,8 @@ class StepGraph(Generic[T]):
         graph: the captured step, None before it is captured. Replayed by itself it does the newest step again.
 
     Raises:
-        ConfigError: no request; not a length for each; the device is not available, or not that of all layers.
+        ConfigError: no request; not a length for each, or no room for a step in it; the device is not available, or not
+            that of all layers.
         OutOfPages: a limited pool that is too small.
     """
 
@@ -59,6 +60,7 @@ class StepGraph(Generic[T]):
         evict = runtime.eviction
         if evict is not None:
             self.until = (evict.capacity + 1,) * len(self.requests)
+        self._refuse_full()
         runtime.reserve(self.requests, self.until)
         budgets = len({layer.budget for layer in self._layers()})
         self._memory = StepMemory(self.device, [runtime.tables.pages(length) for length in self.until], budgets)
@@ -76,10 +78,7 @@ class StepGraph(Generic[T]):
         Raises:
             ConfigError: a request would grow beyond ``until``.
         """
-        for request, until in zip(self.requests, self.until, strict=True):
-            stored = self.runtime.tables[request].stored
-            if stored >= until and self.runtime.eviction is None:
-                raise ConfigError(f"StepGraph: expected requests of up to {until} tokens, one has {stored} already")
+        self._refuse_full()
         call = self.runtime.step(self.requests)
         self.runtime.reserve((), ())  # others may have taken the blocks that were free: the tables have grown then
         shape = call.step_shape()
@@ -89,6 +88,17 @@ class StepGraph(Generic[T]):
         plan.upload(self.requests)
         self._rebase(plan)
         return self._run(call, plan, (shape, *self._pointers()))
+
+    def _refuse_full(self) -> None:
+        """Refuse requests that may take no further token."""
+        if self.runtime.eviction is not None:
+            return  # they make room for themselves
+        for request, until in zip(self.requests, self.until, strict=True):
+            stored = self.runtime.tables[request].stored
+            if stored >= until:
+                raise ConfigError(
+                    f"StepGraph: expected requests of up to {until} tokens, one has {stored} already; raise until"
+                )
 
     def _run(self, call: Call, plan: StepPlan, kind: object) -> T:
         if self.device.type == "cpu" or kind != self._warm:

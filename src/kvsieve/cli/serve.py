@@ -54,7 +54,7 @@ def serve_command(
     }
     options = {name: value for name, value in options.items() if value not in (None, {}, [], 0)}
     if "budget" not in options:
-        raise ConfigError("expected a budget: --budget-tokens, or --topk or --ratio; received none")
+        raise ConfigError("expected a budget, received none; add --budget-tokens N, or --topk or --ratio")
     built = load_flow(options["flow"], **options.get("flow_args", {}))
     size = choose_page_size(built, page_size)
     chosen = choose_budget(built, size, budget_tokens, topk=topk, sink=sink, recent=recent, ratio=ratio)

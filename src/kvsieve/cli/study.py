@@ -29,7 +29,6 @@ from kvsieve.verify.study_weights import RATIOS, WeightsStudy, planted_segments,
 PIPE_WIDTH = 150
 
 study_app = typer.Typer(help="Studies of the H2O flows: decay, weights, published figures.")
-AS_JSON = declared.AS_JSON
 PLOT = typer.Option(None, metavar="FILE", help="save the curves as a PNG; needs matplotlib")
 SEED = typer.Option(0, help="seed of the planted data")
 
@@ -40,7 +39,7 @@ def decay_command(
     topk: int = typer.Option(32, min=1, max=115, help="of 116 tokens"),
     seed: int = SEED,
     plot: Path | None = PLOT,
-    as_json: bool = AS_JSON,
+    as_json: bool = declared.AS_JSON,
 ) -> None:
     """Sweep decay = 1 - 2**-k and 1 for state in bfloat16, float16 and float32 over long runs."""
     check_plot(plot)
@@ -62,7 +61,7 @@ def weights_command(
     page_size: int = typer.Option(16, min=1, help="tokens per page"),
     seed: int = SEED,
     plot: Path | None = PLOT,
-    as_json: bool = AS_JSON,
+    as_json: bool = declared.AS_JSON,
 ) -> None:
     """Scale of the mean and peak terms, and attention captured over w_peak / w_avg, on planted and real keys."""
     check_plot(plot)
@@ -80,7 +79,9 @@ def weights_command(
 
 @study_app.command("published")
 def published_command(
-    seeds: int = typer.Option(SEEDS, min=1, help="consecutive seeds"), seed: int = SEED, as_json: bool = AS_JSON
+    seeds: int = typer.Option(SEEDS, min=1, help="consecutive seeds"),
+    seed: int = SEED,
+    as_json: bool = declared.AS_JSON,
 ) -> int:
     """Run the published accumulator figures again; exit code 1 if one leaves its band."""
     with progress_bar("published") as progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvsieve.call import Call
-from kvsieve.errors import ConfigError
+from kvsieve.errors import ConfigError, check_integer
 from kvsieve.integrations.transformers.cache import SparseCache
 from kvsieve.stepgraph import StepGraph
 
@@ -25,15 +25,12 @@ class GraphDecoder:
     def __init__(self, model: torch.nn.Module, cache: SparseCache, until: int) -> None:
         self.model, self.cache = model, cache
         runtime, requests = cache.graph_runtime()
+        check_integer("until", until, max(cache.lengths) + 1)
         device = next(model.parameters()).device
         self._ids = torch.zeros(len(requests), 1, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._ids)
         self._ran = False
         self._graph: StepGraph[torch.Tensor] = StepGraph(runtime, requests, until, self._forward, device)
-        if max(cache.lengths) >= until:
-            raise ConfigError(
-                f"until: expected more than the {max(cache.lengths)} tokens of the cache, received {until}"
-            )
 
     @torch.inference_mode()
     def step(self, ids: torch.Tensor) -> torch.Tensor:

@@ -134,7 +134,7 @@ class FixedDecoding:
         )
 
 
-def is_sparse(asked: Iterable[Asked], longest: int, page_size: int) -> bool:
+def leaves_pages_out(asked: Iterable[Asked], longest: int, page_size: int) -> bool:
     """Whether a request of so many tokens would leave pages out under some budget."""
     pages = -(-longest // page_size)
     return any(pages > budget.kept(pages) for budget, _ in asked)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvsieve.integrations.vllm.fixed import DecodeMemory, FixedDecoding, filled_pages, is_sparse
+from kvsieve.integrations.vllm.fixed import DecodeMemory, FixedDecoding, filled_pages, leaves_pages_out
 from kvsieve.integrations.vllm.group import LayerGroup
 from kvsieve.integrations.vllm.mass import StepMass
 from kvsieve.integrations.vllm.plan import Batch, BatchPlan, Decoding
@@ -85,7 +85,7 @@ class StepPlanner:
         if self.graphs and facts.single:
             return self.captured(facts)
         filled = filled_pages(facts.slots[: facts.tokens], self.page_size, len(facts.bounds))
-        if plan.decoding is None or not (self.graphs or is_sparse(self.asked, facts.longest, self.page_size)):
+        if plan.decoding is None or not (self.graphs or leaves_pages_out(self.asked, facts.longest, self.page_size)):
             return Step(None, filled, facts.lengths)
         places, tokens = self._send(torch.stack((plan.decoding.places, facts.starts[plan.decoding.places])))
         decoding = FixedDecoding(

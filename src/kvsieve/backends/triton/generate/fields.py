@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvsieve.backends.triton.generate.ir import TRITON_TYPES, Op
-from kvsieve.backends.triton.generate.stages import ASKED
+from kvsieve.backends.triton.generate.stages import HOISTED
 from kvsieve.backends.triton.generate.tile import HEADS, PAGES, Dim, Tile, axis_index, shape_text, times
 from kvsieve.mass import FIELDS as MASS_FIELDS
 
@@ -125,8 +125,8 @@ def stored(printer: Printer, op: Op, shift: int) -> Tile:
     """A value per page, or one of the queries, that an earlier stage has left in scratch memory."""
     scratch, rank = printer.scratch[id(op)], printer.lead + len(op.statics)
     printer.arguments.add(f"{scratch.name}_ptr", "scratch", scratch.name)
-    if scratch.stage == ASKED:
-        row, masks, dims = printer.asked(rank), [], printer.full(op.statics, 1)
+    if scratch.stage == HOISTED:
+        row, masks, dims = printer.segment_row(rank), [], printer.full(op.statics, 1)
     else:
         page, valid = (printer.page(rank, one) for one in printer.shifted(shift))
         row, masks, dims = f"({printer.segment(rank)} * width_bound + {page})", [valid], printer.full(op.statics)

@@ -12,7 +12,7 @@ from kvsieve.backends.triton.generate.arguments import Argument, Scratch
 from kvsieve.backends.triton.generate.ir import Op
 from kvsieve.backends.triton.generate.layout import broken
 from kvsieve.backends.triton.generate.printer import Printer
-from kvsieve.backends.triton.generate.stages import ASKED, StagePlan
+from kvsieve.backends.triton.generate.stages import HOISTED, StagePlan
 from kvsieve.backends.triton.generate.tile import Tile, times
 
 HEAD = '''"""{title}
@@ -50,7 +50,7 @@ width = tl.load(widths_ptr + request)  # window pages of this request
 if width == 0:
     return"""
 
-_ASKED_PROLOGUE = """\
+_HOISTED_PROLOGUE = """\
 wait_for_inputs(PDL)
 request = tl.program_id(1).to(tl.int64)
 head = tl.program_id(0).to(tl.int64)"""
@@ -146,7 +146,7 @@ def print_stage(
         _store(printer, op, scratch[id(op)].name, "scratch", base)
     for output, op in stage.outputs.items():
         _store_output(printer, output, op, summaries)
-    kernel = _kernel(name, printer, first=number == 0 and not summaries and not plan.asked)
+    kernel = _kernel(name, printer, first=number == 0 and not summaries and not plan.hoisted)
     return replace(kernel, source=_function(kernel, _body(kernel, printer, summaries)))
 
 
@@ -166,15 +166,15 @@ def print_gathering(name: str, plan: StagePlan, number: int, scratch: Mapping[ob
     return replace(kernel, source=_function(kernel, body))
 
 
-def print_asked(name: str, plan: StagePlan, scratch: Mapping[object, Scratch]) -> Kernel:
+def print_hoisted(name: str, plan: StagePlan, scratch: Mapping[object, Scratch]) -> Kernel:
     """The kernel that computes what the stages need of the queries alone, once for each segment."""
-    printer = Printer(plan, ASKED, False, frozenset(), dict(scratch))
-    for op in plan.asked:
+    printer = Printer(plan, HOISTED, False, frozenset(), dict(scratch))
+    for op in plan.hoisted:
         one, rank, tile = scratch[id(op)], _rank(printer, op), printer.solid(op)
         pointer = printer.arguments.add(f"{one.name}_ptr", "scratch", one.name)
-        _put(printer, pointer, (f"{printer.asked(rank)}{times(op.elements)}",), tile.text, op.statics, rank)
+        _put(printer, pointer, (f"{printer.segment_row(rank)}{times(op.elements)}",), tile.text, op.statics, rank)
     kernel = _kernel(name, printer)
-    body = [*_ASKED_PROLOGUE.splitlines(), *printer.fixed_lines, *printer.page_lines, "let_next_start(PDL)"]
+    body = [*_HOISTED_PROLOGUE.splitlines(), *printer.fixed_lines, *printer.page_lines, "let_next_start(PDL)"]
     return replace(kernel, source=_function(kernel, body))
 
 

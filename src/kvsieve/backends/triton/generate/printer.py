@@ -98,7 +98,7 @@ class Printer:
         """The number of (request, head), for scratch and results."""
         return f"(request * heads + {self.head(rank)})"
 
-    def asked(self, rank: int) -> str:
+    def segment_row(self, rank: int) -> str:
         """The number of (request, head), with the axes of a tile of one page."""
         return f"({self.segment(rank)} + tl.arange(0, 1){self.page_index(rank)})"
 

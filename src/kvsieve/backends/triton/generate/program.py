@@ -16,11 +16,11 @@ from kvsieve.backends.triton.generate.arguments import Scratch
 from kvsieve.backends.triton.generate.autotune import Clock, kept_tilings, tune
 from kvsieve.backends.triton.generate.errors import Refused
 from kvsieve.backends.triton.generate.ir import Op
-from kvsieve.backends.triton.generate.kernel import HEAD, Form, Kernel, print_asked, print_gathering, print_stage
+from kvsieve.backends.triton.generate.kernel import HEAD, Form, Kernel, print_gathering, print_hoisted, print_stage
 from kvsieve.backends.triton.generate.names import Names
 from kvsieve.backends.triton.generate.patterns import Bounds, bounds_of, rewrite
 from kvsieve.backends.triton.generate.run import Built, Launch
-from kvsieve.backends.triton.generate.stages import ASKED, StagePlan
+from kvsieve.backends.triton.generate.stages import HOISTED, StagePlan
 from kvsieve.backends.triton.generate.translate import translate
 from kvsieve.backends.triton.generate.tuning import GATHERED, is_wide, tiling
 from kvsieve.backends.triton.launch import AT_ONCE, ONCE_WAITED
@@ -85,9 +85,9 @@ class Generated:
                 for number, stage in enumerate(self.plan.stages)
                 if stage.partials and not self.plan.scans  # a scan goes on from the chunks themselves
             }
-            asked = [print_asked(self._name("queries"), self.plan, self.scratch)] if self.plan.asked else []
-            ahead = [(one, tiling(one, 1, self.title)) for one in asked]
-            printed = (*asked, *kernels, *gatherings.values())
+            hoisted = [print_hoisted(self._name("queries"), self.plan, self.scratch)] if self.plan.hoisted else []
+            ahead = [(one, tiling(one, 1, self.title)) for one in hoisted]
+            printed = (*hoisted, *kernels, *gatherings.values())
             source = head + "".join(f"\n\n{kernel.source}" for kernel in printed)
             self._built[variant] = Built(kernels, tilings, gatherings, source, ahead)
         return self._built[variant]
@@ -117,7 +117,7 @@ class Generated:
         chunks = [-(-width // one.pages) for one in tilings]
         running = Launch(built, tilings, variant.heads, requests, call, pool, chunks)
         for one in self.scratch.values():
-            running.reserve(one, 1 if one.stage == ASKED else chunks[one.stage] if one.per_chunk else width)
+            running.reserve(one, 1 if one.stage == HOISTED else chunks[one.stage] if one.per_chunk else width)
         for kernel, tile in built.ahead:
             running.start(kernel, tile, 1)
         for number, (kernel, tile) in enumerate(zip(built.kernels, tilings, strict=True)):
@@ -129,8 +129,8 @@ class Generated:
 def _scratch(plan: StagePlan) -> dict[object, Scratch]:
     names = Names()
     scratch: dict[object, Scratch] = {}
-    for op in plan.asked:
-        scratch[id(op)] = Scratch(names.new(op.name or op.kind), op.dtype, op.statics, False, ASKED)
+    for op in plan.hoisted:
+        scratch[id(op)] = Scratch(names.new(op.name or op.kind), op.dtype, op.statics, False, HOISTED)
     for number, stage in enumerate(plan.stages):
         for op in stage.stored:
             scratch[id(op)] = Scratch(names.new(op.name or op.kind), op.dtype, op.statics, False, number)

@@ -21,7 +21,7 @@ from kvsieve.paging.pool import LayerPool
 SHARED = ("tokens", "count", "width_bound", "sink", "page_size")
 """Arguments of all of a program's kernels."""
 _AXES = {"field_head": 0, "field_page": 1, "field_token": 2}
-"""Whose stride a kernel takes."""
+"""The axis of a field whose stride an argument is, by its source."""
 
 
 @dataclass
@@ -81,9 +81,8 @@ class Launch:
         shared = [self.call[name] for name in SHARED if name in self.call]
         constants = [self.tilings[int(one.key)].pages for one in kernel.arguments if one.source == "pages"]
         constants += [tile.pages, self.heads]
-        constants += (
-            [self.pool.page_size, self.pool.k.shape[-1], self.pool.v.shape[-1]] if "tokens" in self.call else []
-        )
+        if "tokens" in self.call:
+            constants += [self.pool.page_size, self.pool.k.shape[-1], self.pool.v.shape[-1]]
         constants += [tile.each, dot_type(self.pool.k.dtype)] if kernel.loops else []
         dealt = self._dealt(kernel, tile, chunks)
         programs = (dealt or chunks) * (1 if kernel.wide else self.heads // tile.each)

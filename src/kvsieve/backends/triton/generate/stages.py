@@ -19,9 +19,9 @@ NEAR = (*LEAVES, "map", "regroup", "permute", "expand", "reduce")
 """What a neighbouring page's value may be made of, if it is made anew there."""
 NEAR_ELEMENTS = 8
 STORED_BYTES, FIELD_BYTES = 4, 2
-ASKED = -1
-"""The stage of what is computed of queries alone, ahead of the others."""
-ASKED_PRODUCTS, ASKED_ELEMENTS = 4096, 4096
+HOISTED = -1
+"""The stage of what is hoisted out of the others: computed of queries alone, ahead of them."""
+HOISTED_PRODUCTS, HOISTED_ELEMENTS = 4096, 4096
 """Products of a contraction of queries from which on it is; elements up to which what is made of it is stored."""
 
 
@@ -65,9 +65,9 @@ class StagePlan:
         self.stored_at: dict[int, int] = {}
         self.scans = any(op.kind == "running" for op in walk(list(outputs.values())))
         """Whether stages go on from the chunks before their own: all stages then have chunks of one size."""
-        self.asked: list[Op] = []
+        self.hoisted: list[Op] = []
         """Values of queries alone that are stored ahead of all stages."""
-        self._askable = self._long_products(list(outputs.values()))
+        self._hoistable = self._long_products(list(outputs.values()))
         self._seen: set[tuple[int, int]] = set()
         for name, op in outputs.items():
             # What is written in place is written last: earlier stages of other programs may still read it.
@@ -103,10 +103,10 @@ class StagePlan:
         if (id(op), stage) in self._seen:
             return
         self._seen.add((id(op), stage))
-        if id(op) in self._askable:
-            self.stored_at[id(op)] = ASKED
-            if op not in self.asked:
-                self.asked.append(op)
+        if id(op) in self._hoistable:
+            self.stored_at[id(op)] = HOISTED
+            if op not in self.hoisted:
+                self.hoisted.append(op)
             return
         level = self.level(op)
         if op.kind == "fold":
@@ -124,17 +124,17 @@ class StagePlan:
 
     def _long_products(self, outputs: Sequence[Op]) -> set[int]:
         """What is made of long products of queries and nothing that varies over pages."""
-        asking: set[int] = set()
+        of_queries: set[int] = set()
         long: set[int] = set()
         for op in walk(outputs):
             if op.paged or self.level(op):
                 continue
             operands = {id(one) for one in op.operands}
-            if op.kind == "query" or operands & asking:
-                asking.add(id(op))
-                if operands & long or (op.kind == "contract" and _products(op) >= ASKED_PRODUCTS):
+            if op.kind == "query" or operands & of_queries:
+                of_queries.add(id(op))
+                if operands & long or (op.kind == "contract" and _products(op) >= HOISTED_PRODUCTS):
                     long.add(id(op))
-        return {id(op) for op in walk(outputs) if id(op) in long and op.elements <= ASKED_ELEMENTS}
+        return {id(op) for op in walk(outputs) if id(op) in long and op.elements <= HOISTED_ELEMENTS}
 
     def _store(self, op: Op) -> None:
         level = self.level(op)
