@@ -16,7 +16,8 @@ from kvsieve.workers import Workers
 def test_an_interrupt_ends_a_command_and_its_workers():
     command = [sys.executable, "-m", "kvsieve", "verify", "--fuzz", "100000", "--jobs", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+    # What a shell runs in the background ignores interrupts, and so do all its children.
+    with subprocess.Popen(command, start_new_session=True, preexec_fn=heed_interrupts, **pipes) as process:
         deadline = time.monotonic() + 60
         while len(group(process.pid)) < 3 and time.monotonic() < deadline:  # itself and two workers
             time.sleep(0.1)
@@ -32,6 +33,10 @@ def test_an_interrupt_ends_a_command_and_its_workers():
             if left:
                 os.killpg(process.pid, signal.SIGKILL)
     assert (process.returncode, out, error, left) == (130, "", "interrupted\n", [])
+
+
+def heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def group(leader: int) -> list[int]:
