@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ NO_WINDOW = (-1, (-1, -1))
 """How vLLM's implementations say that a layer does not slide."""
 
 
-class FlowLayer:
+class FlowLayer(ABC):
     """Mixed into vLLM's attention implementation of a platform, which has these attributes."""
 
     num_heads: int
@@ -82,8 +83,9 @@ class FlowLayer:
             self._pool, self._place = self._new_pool(kv_cache), place
         return self._pool
 
+    @abstractmethod
     def _new_pool(self, kv_cache: torch.Tensor) -> PagePool:
-        raise NotImplementedError
+        """Views of the layer's cache, and room for its side fields."""
 
     def begin(self, pool: PagePool, filled: torch.Tensor, entered: torch.Tensor | None) -> None:
         """The step's tokens are stored: summarize the pages that they fill, and start the state of new pages."""
