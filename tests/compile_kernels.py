@@ -17,6 +17,7 @@ from kvsieve.backends.triton import attend, evict, longrow, seed, select, store
 from kvsieve.backends.triton.generate import generate_score, generate_summarize
 from kvsieve.backends.triton.generate.program import Variant
 from kvsieve.backends.triton.generate.run import Built
+from kvsieve.backends.triton.launch import UNFUSED
 from kvsieve.flow import build_flow, load_flow
 from kvsieve.graph import Geometry, trace_flow
 
@@ -154,7 +155,7 @@ def main() -> int:
     scores = generated()
     for name, source, warps in scores:
         try:
-            compile(source, target=TARGET, options={"num_warps": warps, "enable_fp_fusion": False})
+            compile(source, target=TARGET, options={"num_warps": warps} | UNFUSED)
         except Exception as error:  # whatever the compiler raises
             failed += 1
             print(f"{name}: {type(error).__name__}: {error}"[:2000])
@@ -169,7 +170,7 @@ def main() -> int:
         try:
             own = {key: value for key, value in constants.items() if key in kernel.arg_names}
             source = ASTSource(kernel, signature=types, constexprs=own)
-            compile(source, target=TARGET, options={"num_warps": warps})
+            compile(source, target=TARGET, options={"num_warps": warps} | UNFUSED)
         except Exception as error:  # whatever the compiler raises
             failed += 1
             print(f"{name}: {type(error).__name__}: {error}"[:2000])

@@ -14,7 +14,7 @@ from kvsieve.backends.base import AttentionOptions, Backend, Selection
 from kvsieve.backends.triton.elementary import exp, tanh
 from kvsieve.backends.triton.launch import (
     INTERPRETED,
-    dependent_launch,
+    launch_options,
     let_next_start,
     multiprocessors,
     power_of_two,
@@ -269,12 +269,12 @@ PARTS = {torch.float16: (32768, 2), torch.bfloat16: (1, 3)}
 far up, float16 keeps those bits of probabilities down to 2**-28, whose values may be large."""
 MERGED = 8192
 """Elements of the parts that are merged at a time."""
-MOST_PIECES = 4
+MOST_PIECES = 8
 """Programs that share the columns of a segment's merge, where the GPU has room for them."""
 MASS_TILE = 2048
 """Tokens whose mass a program that attends a whole list adds at a time."""
 ONE_TILE = 128
-"""Tokens of a program that has no loop: in small batches its start is what takes time."""
+"""Tokens of a program that has no loop, or a short one: in small batches its start is what takes time."""
 
 
 @dataclass(frozen=True)
@@ -293,8 +293,9 @@ def shape_for(pool: LayerPool, batch: int, width: int) -> Shape:
     longest = width * pool.page_size
     segments = batch * pool.num_kv_heads
     chunk = -(-longest // max(1, 4 * multiprocessors(pool.device) // segments))
-    if chunk <= ONE_TILE and pool.dtype.itemsize == 2:
-        return Shape(ONE_TILE, 4, 1, ONE_TILE, -(-longest // ONE_TILE))
+    if chunk < 2 * ONE_TILE and pool.dtype.itemsize == 2:
+        splits = -(-longest // ONE_TILE)
+        return Shape(ONE_TILE, 4, 1, ONE_TILE, splits) if chunk <= ONE_TILE else Shape(64, 2, 2, ONE_TILE, splits)
     tokens = 32 if pool.dtype.itemsize == 2 else 16
     chunk = -(-chunk // tokens) * tokens
     return Shape(tokens, 2 if segments < 32 else 4, 5, chunk, -(-longest // chunk))
@@ -349,7 +350,7 @@ def attend(
         D=width, BLOCK_D=power_of_two(width, 16), TOKENS=shape.tokens, STAGES=shape.stages,
         SOFTCAP=options.softcap is not None, RAW=raw is not None, MASS=added is not None,
         **product_rows(q.dtype, group), **shared, **mass_constants,
-        num_warps=shape.warps, **dependent_launch(q.device, heads * batch * shape.splits),
+        num_warps=shape.warps, **launch_options(q.device, heads * batch * shape.splits),
     )  # fmt: skip
     if shape.splits > 1:
         pieces = min(MOST_PIECES, max(1, multiprocessors(q.device) // (heads * batch)))
@@ -360,6 +361,6 @@ def attend(
         _merge_kernel[programs](
             selection.count, rows.lengths_tensor, options.sinks, out, lse, part, part_lse, *cut,
             GROUP=power_of_two(group), PART=min(power_of_two(shape.splits), max(1, MERGED // each)), **shared,
-            num_warps=4, **dependent_launch(q.device, math.prod(programs)),
+            num_warps=4, **launch_options(q.device, math.prod(programs)),
         )  # fmt: skip
     return out, lse, raw if added is None else None

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kvsieve.backends.triton.launch import (
     ONCE_WAITED,
-    dependent_launch,
+    launch_options,
     let_next_start,
     power_of_two,
     wait_for_inputs,
@@ -71,5 +71,5 @@ def evict_one(pool: LayerPool, one: Trim) -> None:
         *(*pool.k.stride()[:3], *pool.v.stride()[:3], *position.stride()[:2]),
         *((0, 0) if mass is None else mass.stride()[:2]), *(one.blocks.stride(0), one.rows.stride(0)),
         P=pool.page_size, D=d, DV=dv, BLOCK=power_of_two(one.kept), WIDTH=power_of_two(max(d, dv)),
-        MASS=mass is not None, num_warps=4, **dependent_launch(pool.device, when=ONCE_WAITED),
+        MASS=mass is not None, num_warps=4, **launch_options(pool.device, when=ONCE_WAITED),
     )  # fmt: skip

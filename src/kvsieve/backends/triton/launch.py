@@ -37,23 +37,26 @@ def _dependent(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+UNFUSED = {"enable_fp_fusion": False}
+"""Option of all kernels. Lanes add up what each has multiplied: with products fused into sums one rounds where another
+does not, and one number, such as a maximum and what it was taken of, would differ from lane to lane."""
 AT_END, ONCE_WAITED, AT_ONCE = 1, 2, 3
 """When a kernel lets the next one be set up: behind its own work, whose place the next would take; once its inputs are
 there, if it leaves room for the next; or at its start, where a score follows that may run beside it. Kernels compare
 ``PDL`` with the numbers; 0 is without."""
 
 
-def dependent_launch(device: torch.device, programs: int | None = None, when: int = AT_END) -> dict[str, Any]:
+def launch_options(device: torch.device, programs: int | None = None, when: int = AT_END) -> dict[str, Any]:
     """Options of a kernel that starts while the one before it ends, where the GPU can: it must call
     :func:`wait_for_inputs` before it reads or writes what other kernels touch.
 
     ``programs``: how many there are; few leave room for the next kernel from their start on.
     """
     if not _dependent(device):
-        return {"PDL": 0}
+        return {"PDL": 0} | UNFUSED
     if programs is not None and programs <= multiprocessors(device):
         when = max(when, ONCE_WAITED)
-    return {"PDL": when, "launch_pdl": True}
+    return {"PDL": when, "launch_pdl": True} | UNFUSED
 
 
 @triton.jit

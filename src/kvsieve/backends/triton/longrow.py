@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvsieve.backends.triton.launch import dependent_launch, let_next_start, power_of_two, wait_for_inputs
+from kvsieve.backends.triton.launch import launch_options, let_next_start, power_of_two, wait_for_inputs
 from kvsieve.backends.triton.ranking import kth_largest, order_keys, take
 from kvsieve.plan import Quota
 from kvsieve.window import Window
@@ -173,9 +173,9 @@ def bitmap_of(scores: torch.Tensor, quota: Quota, window: Window) -> tuple[torch
     strides = scores.stride(0), scores.stride(1), heads, fixed
     bits = max(0, (power_of_two(width) // SAMPLES).bit_length() - 1)
     _bound_kernel[heads, scored](
-        *shared, *strides, STRIDE_BITS=bits, SAMPLES=SAMPLES, num_warps=8, **dependent_launch(device, heads * scored)
+        *shared, *strides, STRIDE_BITS=bits, SAMPLES=SAMPLES, num_warps=8, **launch_options(device, heads * scored)
     )
     _bitmap_kernel[-(-width // PIECE), heads, scored](
-        *shared, bitmap, *strides, words, PIECE=PIECE, num_warps=4, **dependent_launch(device)
+        *shared, bitmap, *strides, words, PIECE=PIECE, num_warps=4, **launch_options(device)
     )
     return bitmap, found

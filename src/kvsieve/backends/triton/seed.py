@@ -9,7 +9,7 @@ import triton.language as tl
 from kvsieve.backends.base import AttentionOptions
 from kvsieve.backends.triton.attend import logits_of
 from kvsieve.backends.triton.elementary import exp
-from kvsieve.backends.triton.launch import INTERPRETED, power_of_two
+from kvsieve.backends.triton.launch import INTERPRETED, UNFUSED, power_of_two
 from kvsieve.paging.pool import LayerPool
 
 ROWS, TOKENS = 64, 64
@@ -124,7 +124,7 @@ def prompt_mass(
     shared = (*shared, length - rows, rows, group)
     how = {
         "P": p, "D": width, "GROUP": padded, "ROWS": tile, "TOKENS": TOKENS, "BLOCK_D": power_of_two(width, 16),
-        "SOFTCAP": options.softcap is not None, "WIDE": INTERPRETED or q.dtype == torch.float32, "num_warps": 4,
+        "SOFTCAP": options.softcap is not None, "WIDE": INTERPRETED or q.dtype == torch.float32, "num_warps": 4, **UNFUSED,
     }  # fmt: skip
     _lse_kernel[heads, -(-rows * padded // tile)](
         q, pool.k, blocks, options.sinks, lse, *shared, SINKS=options.sinks is not None, **how

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from kvsieve.backends.base import Selection
 from kvsieve.backends.triton.launch import (
-    dependent_launch,
+    launch_options,
     let_next_start,
     multiprocessors,
     power_of_two,
@@ -136,6 +136,6 @@ def select(scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
         BLOCK=block, GROUPS=min(block if whole else MOST, power_of_two(k)), WHOLE=whole, ALL=scored == batch,
         REQUESTS=power_of_two(max(1, scored)), RANKED=ranked, LIST=LIST, MOST=MOST, PIECE=PIECE,
         AHEAD=heads * batch <= multiprocessors(table.device),
-        num_warps=warps_for(block), **dependent_launch(table.device, heads * batch),
+        num_warps=warps_for(block), **launch_options(table.device, heads * batch),
     )  # fmt: skip
     return Selection(pages, quota.count).in_blocks(blocks)

@@ -13,7 +13,7 @@ from kvsieve.backends.base import Selection
 from kvsieve.backends.triton.elementary import exp
 from kvsieve.backends.triton.launch import (
     ONCE_WAITED,
-    dependent_launch,
+    launch_options,
     let_next_start,
     power_of_two,
     wait_for_inputs,
@@ -61,7 +61,7 @@ def write(pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> 
         *(*k.stride(), *v.stride(), *pool.k.stride()[:3], *pool.v.stride()[:3]),
         *(*_row_strides(position), *_row_strides(mass)),
         D=k.shape[2], DV=v.shape[2], BLOCK=power_of_two(widest), SLOTS=rows is not None, MASS=mass is not None,
-        num_warps=1, **dependent_launch(k.device, when=ONCE_WAITED),
+        num_warps=1, **launch_options(k.device, when=ONCE_WAITED),
     )  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def enter(pool: LayerPool, rows: torch.Tensor) -> None:
         _enter_kernel[len(rows), pool.num_kv_heads](
             rows, fields, initial, tuple(stride for field in fields for stride in field.stride()[:2]),
             SIZES=tuple(value.numel() for value in initial),
-            num_warps=1, **dependent_launch(pool.device, when=ONCE_WAITED),
+            num_warps=1, **launch_options(pool.device, when=ONCE_WAITED),
         )  # fmt: skip
 
 
@@ -207,7 +207,7 @@ def add_mass(pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, 
     _mass_kernel[heads, batch, programs](
         logits.raw, logits.lse, selection.count, rows.lengths_tensor, *fields, logits.raw.stride(2), *strides,
         P=pool.page_size, **constants,
-        num_warps=2, **dependent_launch(pool.device, heads * batch * programs),
+        num_warps=2, **launch_options(pool.device, heads * batch * programs),
     )  # fmt: skip
 
 

@@ -46,22 +46,9 @@ def suits(op: Op, own_dtypes: frozenset[str]) -> bool:
     return FEWEST <= count <= MOST and width >= ROWS and keeps_values(a) and keeps_values(x) and stored
 
 
-def found(outputs: Sequence[Op], own_dtypes: frozenset[str]) -> tuple[list[Op], dict[int, int]]:
-    """The contractions for tensor cores, and what axes of the sizes of their query rows are padded to.
-
-    None suit if a field has an axis of such a size: it would be padded too, to many times what there is to load.
-    """
-    made = list(walk(outputs))
-    suiting = [op for op in made if suits(op, own_dtypes)]
-    pads = {size: ROWS for size in map(_rows, suiting) if size < ROWS}
-    padded = any(size in pads for op in made if op.kind == "field" for size in op.statics)
-    return ([], {}) if padded else (suiting, pads)
-
-
-def _rows(op: Op) -> int:
-    """Query rows of a contraction that suits."""
-    (a, _), (first, _, output) = op.operands, op.data
-    return next(size or 1 for letter, size in zip(first, a.shape, strict=True) if letter in output)
+def found(outputs: Sequence[Op], own_dtypes: frozenset[str]) -> list[Op]:
+    """The contractions for tensor cores."""
+    return [op for op in walk(outputs) if suits(op, own_dtypes)]
 
 
 def _sources(op: Op) -> list[Op]:
@@ -69,7 +56,8 @@ def _sources(op: Op) -> list[Op]:
 
 
 def printed(printer: Printer, op: Op, shift: int) -> Tile:
-    """``tl.dot`` of the rows, padded to 16, and the pages' values."""
+    """``tl.dot`` of the rows and the pages' values. Fewer than 16 rows come several times, alike, and so do their
+    products, of which one is taken: what is made of them is no larger for it."""
     (a, x), (first, second, output) = op.operands, op.data
     summed = next(letter for letter in first if letter not in output)
     page = next(letter for letter, size in zip(second, x.shape, strict=True) if size is None)
@@ -77,17 +65,22 @@ def printed(printer: Printer, op: Op, shift: int) -> Tile:
     columns = [letter for letter in second if letter not in (summed, page)]
     sizes = {**dict(zip(first, a.shape, strict=True)), **dict(zip(second, x.shape, strict=True))}
     pads = {letter: printer.pad(size) for letter, size in sizes.items() if size is not None}
-    left = _matrix(printer, a, first, [*rows, summed], shift, (math.prod(pads[one] for one in rows), pads[summed]))
+    height = math.prod(pads[one] for one in rows)
+    slots = max(1, ROWS // height)
+    left = _matrix(printer, a, first, [*rows, summed], shift, (height, pads[summed]))
+    if slots > 1:
+        copies = f"tl.broadcast_to({left}[None, :, :], {shape_text((slots, height, pads[summed]))})"
+        left = f"tl.reshape({copies}, {shape_text((ROWS, pads[summed]))})"
     held = math.prod(pads[one] for one in columns)
     tall: Dim = f"PAGES * {held}" if held > 1 else PAGES
     right = _matrix(printer, x, second.replace(page, ""), [*columns, summed], shift, (tall, pads[summed]))
     printer.largest = max(printer.largest, held * pads[summed])
     printer.dot_rows = min(held, printer.dot_rows) if printer.dots else held
     printer.dots += 1
-    text = f"tl.dot({left}, tl.trans({right}))"
-    result = printer.assign(
-        printer.names.new("products"), Tile(f"tl.trans({text})", (tall, math.prod(pads[one] for one in rows))), "", True
-    )
+    text = f"tl.trans(tl.dot({left}, tl.trans({right})))"
+    if slots > 1:
+        text = f"tl.max(tl.reshape({text}, {shape_text((tall, slots, height))}), 1)"
+    result = printer.assign(printer.names.new("products"), Tile(text, (tall, height)), "", True)
     apart: tuple[Dim, ...] = (PAGES, *(pads[one] for one in (*columns, *rows)))
     text = result.text if len(apart) == 2 else f"tl.reshape({result.text}, {shape_text(apart)})"
     order = [letter for letter in output if letter != page]

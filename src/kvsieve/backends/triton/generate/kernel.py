@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -104,14 +104,12 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Form:
-    """How values are laid out: ``wide``, all heads of a page in one tile; ``dot``, contractions on tensor cores, with
-    axes of some sizes padded further than to a power of two (``pads``); ``apart``, tokens of a page with a stride of
-    their own."""
+    """How values are laid out: ``wide``, all heads of a page in one tile; ``dot``, contractions on tensor cores;
+    ``apart``, tokens of a page with a stride of their own."""
 
     wide: bool = False
     apart: bool = False
     dot: frozenset[int] = frozenset()
-    pads: Mapping[int, int] = field(default_factory=dict)
 
 
 def print_stage(
@@ -132,7 +130,6 @@ def print_stage(
         dict(scratch),
         summaries=summaries,
         dot=form.dot,
-        pads=form.pads,
         apart=form.apart,
     )
     for one in ("blocks_ptr",) if summaries else ("widths_ptr", "requests_ptr"):

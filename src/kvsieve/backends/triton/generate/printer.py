@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -50,7 +50,6 @@ class Printer:
     fixed: int = 1
     summaries: bool = False
     dot: frozenset[int] = frozenset()
-    pads: Mapping[int, int] = field(default_factory=dict)
     apart: bool = False
     dots: int = 0
     dot_rows: int = 0
@@ -67,7 +66,7 @@ class Printer:
 
     def pad(self, size: int) -> int:
         """The size of an axis in a tile."""
-        return power_of_two(size, self.pads.get(size, 1))
+        return power_of_two(size)
 
     @property
     def lead(self) -> int:

@@ -60,7 +60,7 @@ class Generated:
         self.title, self.states, self.summaries = title, frozenset(states), summaries
         self.plan = StagePlan(outputs, self.states & set(outputs))
         self.scratch = _scratch(self.plan)
-        self._dots, self._pads = dots.found(list(outputs.values()), own_dtypes)
+        self._dots = dots.found(list(outputs.values()), own_dtypes)
         self._built: dict[Variant, Built] = {}
         for narrow in (True, False):  # refuses now, not at the first step
             self.built(Variant(narrow=narrow))
@@ -102,7 +102,7 @@ class Generated:
             return print_stage(name, self.plan, number, self.scratch, self.states, form, self.summaries)
 
         if variant.narrow and self._dots:
-            kernel = print_as(Form(dot=frozenset(map(id, self._dots)), pads=self._pads, apart=variant.apart))
+            kernel = print_as(Form(dot=frozenset(map(id, self._dots)), apart=variant.apart))
             if kernel.dots:
                 return kernel
         kernel = print_as(Form(apart=variant.apart))

@@ -15,7 +15,7 @@ from kvsieve.backends.triton.generate.arguments import Argument, Scratch
 from kvsieve.backends.triton.generate.kernel import Kernel
 from kvsieve.backends.triton.generate.loader import load_source
 from kvsieve.backends.triton.generate.tuning import GATHERING, Tiling
-from kvsieve.backends.triton.launch import AT_END, INTERPRETED, dependent_launch, power_of_two
+from kvsieve.backends.triton.launch import AT_END, INTERPRETED, launch_options, power_of_two
 from kvsieve.paging.pool import LayerPool
 
 SHARED = ("tokens", "count", "width_bound", "sink", "page_size")
@@ -94,12 +94,9 @@ class Launch:
             self.heads,
             *constants,
             **{name: value for name, value in chosen.items() if name in kernel.chosen},
-            **dependent_launch(self.pool.k.device, programs * self.requests, when),
+            **launch_options(self.pool.k.device, programs * self.requests, when),
             num_warps=tile.warps,
             num_stages=tile.stages,
-            # Lanes add up what each has multiplied. With products fused into sums one rounds where another does not,
-            # and one number, a maximum and what it was taken of, would differ from lane to lane.
-            enable_fp_fusion=False,
         )
 
     def _dealt(self, kernel: Kernel, tile: Tiling, chunks: int) -> int:

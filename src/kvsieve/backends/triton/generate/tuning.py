@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from kvsieve.backends.triton.generate.errors import Refused
@@ -28,14 +29,16 @@ STREAM, WIDE_LIGHT = 32, 4096
 MOST = 1 << 18
 """Elements of one page (or of what does not vary over pages) above which nothing is generated."""
 MOST_PAGES = 512
-DOT_LOADED, DOT_HEADS = 8192, 2
-"""For kernels with tensor-core products: elements of the fields in a tile, and heads that a program goes over."""
+DOT_LOADED, DOT_PAGES, DOT_HEADS, DOT_WARPS, DOT_STAGES = 8192, 32, 4, 2, 3
+"""For kernels with tensor-core products: elements of the fields in a tile, its pages at most, heads that a program goes
+over, at most, warps and stages."""
 SUMMARY_TILE, SUMMARY_WARPS = 2048, 4
 """For summarize, which few pages need at a time: elements of the largest tile, and warps."""
 FEWEST_DOT_ROWS = 16
 GATHERED, GATHERING = 128, Tiling(1, 4)
 """Chunks of a stage above which a kernel of its own puts them together, and how it runs."""
-ELEMENTS_PER_WARP = 2048
+ELEMENTS_PER_WARP, LIGHT_PER_WARP = 2048, 512
+"""For other kernels; for those that read little of each page, heads side by side."""
 
 
 def is_wide(kernel: Kernel, heads: int) -> bool:
@@ -59,13 +62,16 @@ def tiling(kernel: Kernel, heads: int, name: str, summaries: bool = False) -> Ti
     if max(kernel.largest, kernel.fixed) > MOST:
         raise Refused(f"{name} holds {max(kernel.largest, kernel.fixed)} values of one page at once, above {MOST}")
     if kernel.dots:
-        pages = largest_power(max(fewest_pages(kernel), min(MOST_PAGES, 2 * DOT_LOADED // kernel.loaded - 1)))
-        return Tiling(pages, 4 if pages > 32 else 2, 2, DOT_HEADS if heads % DOT_HEADS == 0 else 1)
+        pages = largest_power(max(fewest_pages(kernel), min(DOT_PAGES, 2 * DOT_LOADED // kernel.loaded - 1)))
+        return Tiling(pages, DOT_WARPS, DOT_STAGES, math.gcd(heads, DOT_HEADS))
     elements = kernel.largest * (heads if kernel.wide else 1)
     if summaries:
         pages = largest_power(max(1, min(MOST_PAGES, SUMMARY_TILE // elements)))
         return Tiling(pages, max(SUMMARY_WARPS, largest_power(min(16, pages * elements // ELEMENTS_PER_WARP or 1))))
     pages = largest_power(max(1, min(MOST_PAGES, TILE // elements)))
     held = max(pages * elements, kernel.fixed)
-    warps = max(1, min(16, held // ELEMENTS_PER_WARP))
-    return Tiling(pages, largest_power(warps))
+    each = LIGHT_PER_WARP if kernel.wide and kernel.loaded < STREAM else ELEMENTS_PER_WARP
+    warps = largest_power(max(1, min(16, held // each)))
+    if kernel.wide and kernel.loaded == kernel.largest:  # one field, one row a page: there is room for twice as many
+        pages = min(MOST_PAGES, 2 * pages)
+    return Tiling(pages, warps)
