@@ -136,7 +136,7 @@ def kernels_of(built: Built, choices: dict[str, Any]) -> list[tuple[str, ASTSour
     """All kernels of a program, with some constants."""
     made = []
     for kernel, tile in (*built.ahead, *zip(built.kernels, built.tilings, strict=True)):
-        known = {"PAGES": tile.pages, "HEADS": 2, "EACH": tile.each, "DOT": tl.bfloat16, **choices}
+        known = {"PAGES": tile.pages, "HEADS": 2, "EACH": tile.each, "STAGES": tile.stages, "DOT": tl.bfloat16, **choices}
         known |= {one.name: built.tilings[int(one.key)].pages for one in kernel.arguments if one.source == "pages"}
         function = getattr(built.module, kernel.name)
         types = {one.name: POINTERS.get(one.name, "*fp32" if one.name.endswith("_ptr") else "i32")

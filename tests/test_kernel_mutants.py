@@ -46,7 +46,7 @@ def selects(module: ModuleType) -> bool:
         assert quota.table is not None
         for scores in world.rankings(2, 2, 300):
             scores[1, :, 250:] = float("inf")
-            with mock.patch.object(module, "multiprocessors", lambda device: many):  # blocks are read late, and ahead
+            with mock.patch.object(module, "multiprocessors", return_value=many):  # blocks are read late, and ahead
                 got = module.select(scores.to(DEVICE), quota, 2)
             want = select_pages(scores.to(DEVICE), quota, 2)
             listed = want.listed().expand(want.pages.shape)

@@ -124,7 +124,8 @@ def prompt_mass(
     shared = (*shared, length - rows, rows, group)
     how = {
         "P": p, "D": width, "GROUP": padded, "ROWS": tile, "TOKENS": TOKENS, "BLOCK_D": power_of_two(width, 16),
-        "SOFTCAP": options.softcap is not None, "WIDE": INTERPRETED or q.dtype == torch.float32, "num_warps": 4, **UNFUSED,
+        "SOFTCAP": options.softcap is not None, "WIDE": INTERPRETED or q.dtype == torch.float32,
+        "num_warps": 4, **UNFUSED,
     }  # fmt: skip
     _lse_kernel[heads, -(-rows * padded // tile)](
         q, pool.k, blocks, options.sinks, lse, *shared, SINKS=options.sinks is not None, **how

@@ -136,6 +136,9 @@ def mass_of_pages(
     there = (offset < P)[None, :] & (token < tokens)
     at = mass + h * m_h + (row * m_r)[:, None] + offset[None, :]
     before = tl.load(at, mask=there, other=0.0)
+    if SUM:
+        at_sum = mass_sum + h * s_h + row * s_r
+        sums = tl.load(at_sum, mask=place < listed, other=0.0)
     new = tl.zeros([PAGES, BLOCK_P], tl.float32)
     for one in tl.static_range(GROUP):  # all on their way at once
         logits = tl.load(raw + (segment * GROUP + one) * raw_g + token, mask=there, other=float("-inf"))
@@ -146,8 +149,7 @@ def mass_of_pages(
     new = new * tl.load(unit + b)
     tl.store(at, before + new, mask=there)
     if SUM:
-        at_sum = mass_sum + h * s_h + row * s_r
-        tl.store(at_sum, tl.load(at_sum, mask=place < listed, other=0.0) + tl.sum(new, 1), mask=place < listed)
+        tl.store(at_sum, sums + tl.sum(new, 1), mask=place < listed)
 
 
 @triton.jit

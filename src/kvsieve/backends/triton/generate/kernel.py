@@ -208,7 +208,7 @@ def _body(kernel: Kernel, printer: Printer, summaries: bool) -> list[str]:
         return [*lines, f"head = {head}", *per_head, end]
     first = f"(tl.program_id(0) % {groups}) * EACH + number"
     body = [f"head = ({first}).to(tl.int64)", *per_head]
-    return [*lines, "for number in tl.range(0, EACH):", *(f"    {line}" for line in body), end]
+    return [*lines, "for number in tl.range(0, EACH, num_stages=STAGES):", *(f"    {line}" for line in body), end]
 
 
 def _function(kernel: Kernel, body: list[str]) -> str:
@@ -219,7 +219,7 @@ def _function(kernel: Kernel, body: list[str]) -> str:
     constants = [f"{one.name}: tl.constexpr" for one in arguments if one.source == "pages"]
     constants += ["PAGES: tl.constexpr", "HEADS: tl.constexpr"]
     constants += ["P: tl.constexpr", "D: tl.constexpr", "DV: tl.constexpr"] if summaries else []
-    constants += ["EACH: tl.constexpr", "DOT: tl.constexpr"] if kernel.loops else []
+    constants += ["EACH: tl.constexpr", "STAGES: tl.constexpr", "DOT: tl.constexpr"] if kernel.loops else []
     constants += [f"{one}: tl.constexpr" for one in kernel.chosen]
     parameters = "".join(f"    {one},\n" for one in [*plain, "heads", *constants])
     lines = "\n".join(one for line in body for one in broken(f"    {line}"))

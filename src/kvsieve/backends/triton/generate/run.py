@@ -83,7 +83,7 @@ class Launch:
         constants += [tile.pages, self.heads]
         if "tokens" in self.call:
             constants += [self.pool.page_size, self.pool.k.shape[-1], self.pool.v.shape[-1]]
-        constants += [tile.each, dot_type(self.pool.k.dtype)] if kernel.loops else []
+        constants += [tile.each, tile.stages, dot_type(self.pool.k.dtype)] if kernel.loops else []
         dealt = self._dealt(kernel, tile, chunks)
         programs = (dealt or chunks) * (1 if kernel.wide else self.heads // tile.each)
         chosen = {"REQUESTS": power_of_two(self.requests) if dealt else 0, "LATE": self.call.get("settled", False)}
