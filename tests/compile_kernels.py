@@ -107,9 +107,12 @@ def generated() -> list[tuple[str, ASTSource, int]]:
     shipped = [build_flow(name) for name in ("gqa_quest_sparse_attention", "h2o", "block_sparse_attention")]
     for flow in (*shipped, load_flow(f"{PAPERS}:Loki")):
         graphs = trace_flow(flow, Geometry(1, 80, 48, 3))
-        built = generate_score(graphs).built(Variant(2))
+        program = generate_score(graphs)
+        built = program.built(Variant(2))
         for requests, late, pdl in ((0, False, 1), (8, True, 1), (64, True, 2)):
             made += kernels_of(built, {"REQUESTS": requests, "LATE": late, "PDL": pdl})
+        if program.whole is not None:
+            made += kernels_of(program.whole.built(Variant(2)), {"REQUESTS": 0, "LATE": True, "PDL": 1})
         if graphs.summarize is not None:
             built = generate_summarize(graphs).built(Variant(2, False))
             sizes = {"P": 1, "D": 80, "DV": 48}
@@ -136,7 +139,14 @@ def kernels_of(built: Built, choices: dict[str, Any]) -> list[tuple[str, ASTSour
     """All kernels of a program, with some constants."""
     made = []
     for kernel, tile in (*built.ahead, *zip(built.kernels, built.tilings, strict=True)):
-        known = {"PAGES": tile.pages, "HEADS": 2, "EACH": tile.each, "STAGES": tile.stages, "DOT": tl.bfloat16, **choices}
+        known = {
+            "PAGES": tile.pages,
+            "HEADS": 2,
+            "EACH": tile.each,
+            "STAGES": tile.stages,
+            "DOT": tl.bfloat16,
+            **choices,
+        }
         known |= {one.name: built.tilings[int(one.key)].pages for one in kernel.arguments if one.source == "pages"}
         function = getattr(built.module, kernel.name)
         types = {one.name: POINTERS.get(one.name, "*fp32" if one.name.endswith("_ptr") else "i32")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvsieve.backends.triton.generate import generate_score, generate_summarize
+from kvsieve.backends.triton.generate import ScoreProgram, generate_score, generate_summarize
 from kvsieve.flow import DoublePrecision, Flow, PageFields, extra_parameters, with_dtype
 from kvsieve.graph import FlowGraphs
 from kvsieve.mass import FIELDS as MASS_FIELDS
@@ -116,17 +116,27 @@ def run_beside_float64(world: World, check: Check) -> float:
     expected = {
         (request, head): _scored(world, exact, request, head) for request in range(len(world.widths)) for head in heads
     }
-    scores = generate_score(world.graphs).run(world.q, world.pool, world.window)
-    assert scores.dtype == torch.float32 and scores.shape == (len(world.widths), len(heads), world.window.width)
-    for (request, head), results in expected.items():
-        for name, result in results.items():
-            if name == "scores":
-                received = scores[request, head, : world.widths[request]]
-            else:
-                received = world.own(world.pool.state[name], request, head, True)
-            if len(result):
-                error = max(error, check(f"{name}, W = {len(result)}", received.cpu(), result))
+    before = {name: field.clone() for name, field in world.pool.state.items()}
+    for program in forms(generate_score(world.graphs)):
+        for name, field in before.items():
+            world.pool.state[name].copy_(field)
+        scores = program.run(world.q, world.pool, world.window)
+        assert scores.dtype == torch.float32 and scores.shape == (len(world.widths), len(heads), world.window.width)
+        for (request, head), results in expected.items():
+            for name, result in results.items():
+                if name == "scores":
+                    received = scores[request, head, : world.widths[request]]
+                else:
+                    received = world.own(world.pool.state[name], request, head, True)
+                if len(result):
+                    error = max(error, check(f"{name}, W = {len(result)}", received.cpu(), result))
     return error
+
+
+def forms(program: ScoreProgram) -> list[ScoreProgram]:
+    """By chunks of pages, as windows too long for one program are scored; and the form for shorter ones, if any."""
+    whole, program.whole = program.whole, None
+    return [program] if whole is None else [program, whole]
 
 
 def _summarize_beside(world: World, exact: Flow, check: Check) -> float:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from generated_world import World, make_world
+from generated_world import World, forms, make_world
 from kvsieve.backends import get_backend
-from kvsieve.backends.triton.generate import autotune, generate_score, generate_summarize
+from kvsieve.backends.triton.generate import autotune, generate_score, generate_summarize, tuning
 from kvsieve.backends.triton.generate.program import ScoreProgram
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.bench import Setting
@@ -69,17 +70,35 @@ def scored(world: World, program: ScoreProgram) -> Callable[[], torch.Tensor]:
 )
 def test_every_tiling_computes_the_same(flow: Flow, page: int, dtype: torch.dtype) -> None:
     world, program = prepared(flow, page, dtype)
-    run = scored(world, program)
-    want, seen = run(), set()
+    for form in forms(program):
+        run = scored(world, form)
+        want, seen = run(), set()
 
-    def clock() -> float:
-        assert torch.allclose(run(), want, rtol=1e-5, atol=1e-5)
-        (built,) = (one for one in program._built.values() if one.tuned)
-        seen.add(next(iter(built.tuned.values())))
-        return 1.0
+        def clock(form: ScoreProgram = form, run: Any = run, want: torch.Tensor = want, seen: Any = seen) -> float:
+            assert torch.allclose(run(), want, rtol=1e-5, atol=1e-5)
+            (built,) = (one for one in form._built.values() if one.tuned)
+            seen.add(next(iter(built.tuned.values())))
+            return 1.0
 
-    tuned = program.tune(world.q, world.pool, world.window, clock)
-    assert len(seen) == tuned.tried > len(tuned.by_rule) and tuned.best == tuned.by_rule
+        tuned = form.tune(world.q, world.pool, world.window, clock)
+        assert len(seen) == tuned.tried > len(tuned.by_rule) and tuned.best == tuned.by_rule
+
+
+@pytest.mark.parametrize(("width", "whole"), [(64, True), (65, False)])
+def test_the_form_that_runs_is_tuned(width: int, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that hold whole windows, up to the longest that they can: what is reserved is two pages longer."""
+    monkeypatch.setattr(tuning, "WHOLE", 66 * 4)
+    graphs = trace_flow(build_flow("h2o"), Geometry(5, 16, 16, 3))
+    world = make_world(graphs, (width, 3), 2, device=DEVICE)
+    generate_summarize(graphs).run(world.pool, world.blocks())
+    program = generate_score(graphs)
+    assert program.whole is not None and program.whole.longest == 66
+    program.tune(world.q, world.pool, world.window, lambda: 1.0)
+    program.run(world.q, world.pool, world.window)
+    tuned = {form: any(one.tuned for one in form._built.values()) for form in (program, program.whole)}
+    assert tuned == {program: not whole, program.whole: whole}
+    sizes = {rows[-1][0] for rows in json.loads(autotune._path().read_text()).values()}
+    assert sizes == {tuning.WHOLE_PAGES} or not whole
 
 
 def test_the_fastest_is_kept_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +113,8 @@ def test_the_fastest_is_kept_and_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
     tuned = program.tune(world.q, world.pool, world.window, seconds)
     pages, warps = tuned.by_rule[0][:2]
-    assert tuned.best[0][:2] == (2 * pages, 2 * warps) and tuned.seconds == tuned.by_rule_seconds / 4
+    most = min(2 * warps, autotune.MOST_WARPS)
+    assert tuned.best[0][:2] == (2 * pages, most) and tuned.seconds == tuned.by_rule_seconds * warps / (2 * most)
     assert torch.allclose(run(), want, rtol=1e-5, atol=1e-5)
     # another process finds it in the file, for about as many pages only
     autotune._stored.cache_clear()

@@ -22,6 +22,8 @@ Backend `triton` prints the `score` and `summarize` of a flow as Triton source; 
    kernel in between does it once). A value that a later stage needs is stored per page only if that moves fewer bytes
    than its fields: logits are, copies of fields never. Long products of the queries alone (a projection of them) are
    computed by a small kernel ahead of all stages, once for each request and KV head.
+   Where a window's values fit one program (4,096 pages of four logits each), two stages do, however often pages meet:
+   the first stores per page what the reductions are of, a program of the second holds a whole window.
 3. A kernel loads each field once through the page table, widens it to float32 and computes on tiles
    `[pages, (heads,) static axes]`. No size need be a power of two: tiles are padded, and what a reduction sees of the
    padding, or of pages beyond the window, is its identity.

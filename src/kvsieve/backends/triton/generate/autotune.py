@@ -79,7 +79,7 @@ def tune(phase: str, built: Built, heads: int, device: torch.device, pages: int,
 def neighbours(kernel: Kernel, one: Tiling, scans: bool) -> Iterator[Tiling]:
     """Tilings near one: fewer or more pages, warps, and stages where a program loops over heads."""
     least = fewest_pages(kernel)
-    sizes = [one.pages] if scans else [one.pages // 2, one.pages, one.pages * 2]
+    sizes = [one.pages] if scans or kernel.whole else [one.pages // 2, one.pages, one.pages * 2]
     for pages in sizes:
         for warps in (one.warps // 2, one.warps, one.warps * 2):
             if least <= pages <= MOST_PAGES and 1 <= warps <= MOST_WARPS and (pages, warps) != (one.pages, one.warps):

@@ -20,21 +20,30 @@ COMBINED = 2048
 
 
 def found(printer: Printer, partial: Partial) -> list[Tile]:
-    """What this chunk of pages contributes: tiles of one page."""
+    """What this chunk of pages, or the window, contributes: tiles of one page."""
+    if partial not in printer.found:
+        printer.found[partial] = _found(printer, partial)
+    return printer.found[partial]
+
+
+def _found(printer: Printer, partial: Partial) -> list[Tile]:
     x = partial.operand
     tile, rank = printer.solid(x, paged=True), printer.lead + len(x.statics)
     valid = printer.valid(0, rank)
     assert tile.dims is not None
     dims = (1, *tile.dims[1:])
+    whose = "window" if printer.holds_window else "chunk"
     if partial.kind != "softmax":
         cut = f"tl.where({valid}, {tile.text}, {identity(partial.kind, x.dtype)})"
-        return [printer.named(x, Tile(_over_pages(partial.kind, x.dtype, cut), dims), f"chunk_{partial.kind}", True)]
+        return [printer.named(x, Tile(_over_pages(partial.kind, x.dtype, cut), dims), f"{whose}_{partial.kind}", True)]
     tile = printer.named(x, tile)
     text = f'tl.max(tl.where({valid}, {tile.text}, float("-inf")), 0, keep_dims=True)'
-    high = printer.named(x, Tile(text, dims), "chunk_max", True)
-    base = printer.named(x, Tile(f'tl.where({high.text} == float("-inf"), 0.0, {high.text})', dims), "chunk_base", True)
+    high = printer.named(x, Tile(text, dims), f"{whose}_max", True)
+    base = printer.named(
+        x, Tile(f'tl.where({high.text} == float("-inf"), 0.0, {high.text})', dims), f"{whose}_base", True
+    )
     text = f"tl.sum(tl.where({valid}, f.exp({tile.text} - {base.text}), 0.0), 0, keep_dims=True)"
-    return [high, printer.named(x, Tile(text, dims), "chunk_sum", True)]
+    return [high, printer.named(x, Tile(text, dims), f"{whose}_sum", True)]
 
 
 def _over_pages(kind: str, dtype: torch.dtype, text: str) -> str:

@@ -87,6 +87,10 @@ class Kernel:
     """Elements per page of the fields that it reads."""
     exact: bool
     """Whether no field that it reads is padded in a tile."""
+    partials: bool
+    """Whether it stores what its chunk of pages has found of a fold."""
+    whole: bool
+    """Whether its programs hold whole windows."""
     first: bool
     """Whether it is a score's first, which may run beside the kernels that store what the call brings."""
 
@@ -188,6 +192,8 @@ def _kernel(name: str, printer: Printer, first: bool = False) -> Kernel:
         printer.dot_rows,
         printer.loaded,
         printer.exact,
+        bool(printer.found) and not printer.holds_window,
+        printer.holds_window,
         first,
     )
 

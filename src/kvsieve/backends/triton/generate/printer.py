@@ -58,9 +58,15 @@ class Printer:
     exact: bool = True
     vector_lines: list[str] = field(default_factory=list)
     combined: dict[tuple[Partial, str], list[Tile]] = field(default_factory=dict)
+    found: dict[Partial, list[Tile]] = field(default_factory=dict)
     _tiles: dict[tuple[int, int], Tile] = field(default_factory=dict)
     _vectors: dict[str, str] = field(default_factory=dict)
     _line: dict[bool, str] = field(default_factory=lambda: {True: "", False: ""})
+
+    @property
+    def holds_window(self) -> bool:
+        """Whether the kernel's programs hold whole windows."""
+        return self.plan.whole and self.stage > 0
 
     # Places
 
@@ -103,7 +109,7 @@ class Printer:
 
     def lines(self, paged: bool) -> list[str]:
         """Where lines go. What does not vary over pages comes first: layouts then follow the loads of pages."""
-        return self.page_lines if paged else self.fixed_lines
+        return self.page_lines if paged or self.holds_window else self.fixed_lines
 
     def vector(self, name: str, text: str) -> str:
         """A vector over pages, or a number of the request, made once."""
@@ -323,7 +329,9 @@ class Printer:
 
     def _fold(self, op: Op, shift: int) -> Tile:
         kind, part = op.data
-        tile: Tile = folds.combined(self, Partial(kind, op.operands[0]), "chunks")[part]
+        partial = Partial(kind, op.operands[0])
+        tiles = folds.found(self, partial) if self.holds_window else folds.combined(self, partial, "chunks")
+        tile: Tile = tiles[part]
         return tile
 
     def _running(self, op: Op, shift: int) -> Tile:

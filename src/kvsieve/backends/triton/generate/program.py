@@ -22,7 +22,7 @@ from kvsieve.backends.triton.generate.patterns import Bounds, bounds_of, rewrite
 from kvsieve.backends.triton.generate.run import Built, Launch
 from kvsieve.backends.triton.generate.stages import HOISTED, StagePlan
 from kvsieve.backends.triton.generate.translate import translate
-from kvsieve.backends.triton.generate.tuning import GATHERED, is_wide, tiling
+from kvsieve.backends.triton.generate.tuning import GATHERED, for_window, is_wide, longest_window, tiling
 from kvsieve.backends.triton.launch import AT_ONCE, ONCE_WAITED
 from kvsieve.flow import flow_name
 from kvsieve.graph import FlowGraphs
@@ -56,19 +56,34 @@ class Generated:
         states: Collection[str],
         summaries: bool = False,
         own_dtypes: frozenset[str] = frozenset(),
+        whole: bool = False,
     ) -> None:
         self.title, self.states, self.summaries = title, frozenset(states), summaries
-        self.plan = StagePlan(outputs, self.states & set(outputs))
+        self.plan = StagePlan(outputs, self.states & set(outputs), whole)
         self.scratch = _scratch(self.plan)
         self._dots = dots.found(list(outputs.values()), own_dtypes)
         self._built: dict[Variant, Built] = {}
         for narrow in (True, False):  # refuses now, not at the first step
             self.built(Variant(narrow=narrow))
+        self.whole: Generated | None = None
+        """The form for windows that one program holds; None if there is none."""
+        if not whole and self.plan.near and len(self.plan.stages) > 1:
+            form = type(self)(f"{title} whole windows", outputs, states, summaries, own_dtypes, True)
+            if form.longest and form.plan.stages[0].stored:
+                self.whole = form
+
+    @property
+    def longest(self) -> int:
+        """Pages of the longest window that programs hold whole."""
+        return longest_window(self.built(Variant()).kernels[-1])
 
     @property
     def source(self) -> str:
         """The source for 8 KV heads side by side, stored in 16 bits."""
-        return self.built(Variant()).source
+        source = self.built(Variant()).source
+        if self.whole is None:
+            return source
+        return f"# Windows of up to {self.whole.longest} pages\n{self.whole.source}\n\n# Longer windows\n{source}"
 
     def built(self, variant: Variant) -> Built:
         """The kernels of a variant."""
@@ -101,6 +116,8 @@ class Generated:
         def print_as(form: Form) -> Kernel:
             return print_stage(name, self.plan, number, self.scratch, self.states, form, self.summaries)
 
+        if self.plan.whole and number:
+            return print_as(Form(apart=variant.apart))
         if variant.narrow and self._dots:
             kernel = print_as(Form(dot=frozenset(map(id, self._dots)), apart=variant.apart))
             if kernel.dots:
@@ -112,8 +129,13 @@ class Generated:
 
     def launch(self, variant: Variant, requests: int, width: int, call: Mapping[str, Any], pool: LayerPool) -> None:
         """Run all stages. ``call``: inputs by argument name."""
+        if self.whole is not None and width <= self.whole.longest:
+            self.whole.launch(variant, requests, width, call, pool)
+            return
         built = self.built(variant)
         tilings = kept_tilings(built, variant.heads, pool.k.device, requests * width) or built.tilings
+        if self.plan.whole:
+            tilings = [*tilings[:-1], for_window(tilings[-1], width)]
         chunks = [-(-width // one.pages) for one in tilings]
         running = Launch(built, tilings, variant.heads, requests, call, pool, chunks)
         for one in self.scratch.values():
@@ -144,6 +166,8 @@ def _scratch(plan: StagePlan) -> dict[object, Scratch]:
 
 class ScoreProgram(Generated):
     """``score`` of a flow."""
+
+    whole: ScoreProgram | None
 
     def run(self, q: torch.Tensor, pool: LayerPool, window: Window) -> torch.Tensor:
         """Score window pages and write new state in place.
@@ -183,6 +207,8 @@ class ScoreProgram(Generated):
 
     def tune(self, q: torch.Tensor, pool: LayerPool, window: Window, clock: Clock) -> Tuning:
         """Try other tilings for launches like :meth:`run` with these arguments, which ``clock`` times."""
+        if self.whole is not None and window.width <= self.whole.longest:
+            return self.whole.tune(q, pool, window, clock)
         built, pages = self.built(self._variant(q, pool)), len(q) * window.width
         return tune("score", built, pool.num_kv_heads, pool.device, pages, bool(self.plan.scans), clock)
 

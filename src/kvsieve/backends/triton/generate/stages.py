@@ -4,6 +4,9 @@ A stage computes what it can without results over the whole window; of each fold
 found, and the next stages combine these in the order of the chunks. A value that a later stage needs again is stored
 per page if that moves fewer bytes than loading its fields and computing it anew. Long products of the queries alone are
 computed ahead of all stages, once for each segment, and not by every program.
+
+Where programs hold whole windows two stages do: the first stores per page what the folds are of, in the second they are
+reductions of a tile.
 """
 
 from __future__ import annotations
@@ -53,10 +56,11 @@ class Stage:
 
 
 class StagePlan:
-    """The stages of a program with ``outputs``; ``written`` are state fields that it writes in place."""
+    """The stages of a program with ``outputs``; ``written`` are state fields that it writes in place; ``whole``:
+    programs of the last stage hold whole windows."""
 
-    def __init__(self, outputs: Mapping[str, Op], written: Collection[str]) -> None:
-        self.written = frozenset(written)
+    def __init__(self, outputs: Mapping[str, Op], written: Collection[str], whole: bool = False) -> None:
+        self.written, self.whole = frozenset(written), whole
         self._levels: dict[int, int] = {}
         for op in walk(list(outputs.values())):
             self._levels[id(op)] = self._level(op)
@@ -65,6 +69,8 @@ class StagePlan:
         self.stored_at: dict[int, int] = {}
         self.scans = any(op.kind == "running" for op in walk(list(outputs.values())))
         """Whether stages go on from the chunks before their own: all stages then have chunks of one size."""
+        self.near = not self.scans and not any(self._is_far(op) for op in walk(list(outputs.values())))
+        """Whether pages meet in folds alone, or in what is made anew for neighbours."""
         self.hoisted: list[Op] = []
         """Values of queries alone that are stored ahead of all stages."""
         self._hoistable = self._long_products(list(outputs.values()))
@@ -92,7 +98,7 @@ class StagePlan:
     def _level(self, op: Op) -> int:
         level = max((self._levels[id(operand)] for operand in op.operands), default=0)
         if op.kind in ("fold", "running") or self._is_far(op):
-            level += 1
+            level = max(level, 1) if self.whole else level + 1
         return level
 
     def _is_far(self, op: Op) -> bool:
@@ -109,7 +115,7 @@ class StagePlan:
                 self.hoisted.append(op)
             return
         level = self.level(op)
-        if op.kind == "fold":
+        if op.kind == "fold" and not self.whole:
             self._add_partial(Partial(op.data[0], op.operands[0]), level - 1)
             return
         if op.kind == "running":

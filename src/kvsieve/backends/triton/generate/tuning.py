@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvsieve.backends.triton.generate.errors import Refused
 from kvsieve.backends.triton.generate.kernel import Kernel
-from kvsieve.backends.triton.launch import largest_power
+from kvsieve.backends.triton.launch import largest_power, power_of_two
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ over, at most, warps and stages."""
 SUMMARY_TILE, SUMMARY_WARPS = 2048, 4
 """For summarize, which few pages need at a time: elements of the largest tile, and warps."""
 FEWEST_DOT_ROWS = 16
+WHOLE, WHOLE_EACH, WHOLE_PAGES = 16384, 8, 2048
+"""For kernels whose programs hold whole windows: elements of the largest tile, those of a page at most, and the pages
+for which their warps are given."""
+WHOLE_PER_WARP, WHOLE_WARPS = 1024, 4
 GATHERED, GATHERING = 128, Tiling(1, 4)
 """Chunks of a stage above which a kernel of its own puts them together, and how it runs."""
 ELEMENTS_PER_WARP, LIGHT_PER_WARP = 2048, 512
@@ -48,6 +52,17 @@ def is_wide(kernel: Kernel, heads: int) -> bool:
     return power and heads > 1 and heads * kernel.largest <= WIDE and heads * kernel.fixed <= fixed
 
 
+def for_window(one: Tiling, width: int) -> Tiling:
+    """The tile of a kernel whose programs hold windows of up to ``width`` pages."""
+    pages = power_of_two(width, 16)
+    return replace(one, pages=pages, warps=largest_power(max(1, min(16, one.warps * pages // one.pages))))
+
+
+def longest_window(kernel: Kernel) -> int:
+    """Pages of the longest window that a program of such a kernel holds; 0 if its values of a page are too many."""
+    return WHOLE // kernel.largest if max(kernel.largest, kernel.loaded) <= WHOLE_EACH else 0
+
+
 def fewest_pages(kernel: Kernel) -> int:
     """Pages that the tile of a kernel must have."""
     return max(1, FEWEST_DOT_ROWS // kernel.dot_rows) if kernel.dots else 1
@@ -59,6 +74,8 @@ def tiling(kernel: Kernel, heads: int, name: str, summaries: bool = False) -> Ti
     Raises:
         Refused: a page's values are too many for registers.
     """
+    if kernel.whole:
+        return Tiling(WHOLE_PAGES, largest_power(max(WHOLE_WARPS, WHOLE_PAGES * kernel.largest // WHOLE_PER_WARP)))
     if max(kernel.largest, kernel.fixed) > MOST:
         raise Refused(f"{name} holds {max(kernel.largest, kernel.fixed)} values of one page at once, above {MOST}")
     if kernel.dots:
@@ -72,6 +89,6 @@ def tiling(kernel: Kernel, heads: int, name: str, summaries: bool = False) -> Ti
     held = max(pages * elements, kernel.fixed)
     each = LIGHT_PER_WARP if kernel.wide and kernel.loaded < STREAM else ELEMENTS_PER_WARP
     warps = largest_power(max(1, min(16, held // each)))
-    if kernel.wide and kernel.loaded == kernel.largest:  # one field, one row a page: there is room for twice as many
-        pages = min(MOST_PAGES, 2 * pages)
+    if kernel.wide and kernel.partials and kernel.loaded == kernel.largest:
+        pages = min(MOST_PAGES, 2 * pages)  # one row a page leaves room, and what a chunk found is stored half as often
     return Tiling(pages, warps)
