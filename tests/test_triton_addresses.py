@@ -36,7 +36,7 @@ def tensors(values: Any) -> Iterator[torch.Tensor]:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Counts the loads and stores of kernels, and refuses those outside of the memory of a kernel's arguments."""
+    """Counts the loads, stores and atomic sums of kernels, and refuses those outside of the memory of a kernel's arguments."""
     from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
     allowed: list[tuple[int, int]] = []
@@ -48,25 +48,27 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         allowed[:] = [(one.data_ptr(), one.data_ptr() + one.nbytes()) for one in storages]
         return run(self, *given, **named)
 
-    def watch(name: str, mask_place: int) -> None:
+    def watch(name: str, pointers_at: int, mask_at: int) -> None:
         usual = getattr(InterpreterBuilder, name)
 
-        def checked(self: Any, pointers: Any, *rest: Any) -> Any:
+        def checked(self: Any, *given: Any) -> Any:
+            pointers = given[pointers_at]
             at = torch.from_numpy(pointers.data.astype("int64").reshape(-1))
-            wanted = at[torch.from_numpy(rest[mask_place].data.astype(bool).reshape(-1))]
+            wanted = at[torch.from_numpy(given[mask_at].data.astype(bool).reshape(-1))]
             size = pointers.get_element_ty().primitive_bitwidth // 8
             inside = torch.zeros(len(wanted), dtype=torch.bool)
             for first, end in allowed:
                 inside |= (wanted >= first) & (wanted + size <= end)
             assert bool(inside.all()), f"{name}: {int((~inside).sum())} of {len(wanted)} addresses lie outside"
             seen.append(len(wanted))
-            return usual(self, pointers, *rest)
+            return usual(self, *given)
 
         monkeypatch.setattr(InterpreterBuilder, name, checked)
 
     monkeypatch.setattr(InterpretedFunction, "run", run_watched)
-    watch("create_masked_load", 0)
-    watch("create_masked_store", 1)
+    watch("create_masked_load", 0, 1)
+    watch("create_masked_store", 0, 2)
+    watch("create_atomic_rmw", 1, 3)
     return seen
 
 

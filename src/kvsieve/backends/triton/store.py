@@ -127,18 +127,16 @@ def mass_of_pages(
     P: tl.constexpr, GROUP: tl.constexpr, BLOCK_P: tl.constexpr, PAGES: tl.constexpr, REDUCTION: tl.constexpr,
     SUM: tl.constexpr,
 ):  # fmt: skip
-    """Add the mass of some listed pages of one segment, whose state rows are ``row``. A list names a page once; a
-    state row has one request."""
+    """Add the mass of some listed pages of one segment, whose state rows are ``row``.
+
+    A list names a page once and a state row has one request, so that each number is added to once: the memory does it,
+    and no program waits for what was there."""
     tokens = listed_tokens(listed, length, P)
     place = first + tl.arange(0, PAGES)
     offset = tl.arange(0, BLOCK_P)
     token = place[:, None] * P + offset[None, :]
     there = (offset < P)[None, :] & (token < tokens)
     at = mass + h * m_h + (row * m_r)[:, None] + offset[None, :]
-    before = tl.load(at, mask=there, other=0.0)
-    if SUM:
-        at_sum = mass_sum + h * s_h + row * s_r
-        sums = tl.load(at_sum, mask=place < listed, other=0.0)
     new = tl.zeros([PAGES, BLOCK_P], tl.float32)
     for one in tl.static_range(GROUP):  # all on their way at once
         logits = tl.load(raw + (segment * GROUP + one) * raw_g + token, mask=there, other=float("-inf"))
@@ -147,9 +145,9 @@ def mass_of_pages(
     if REDUCTION == "mean":
         new = new / GROUP
     new = new * tl.load(unit + b)
-    tl.store(at, before + new, mask=there)
+    tl.atomic_add(at, new, mask=there, sem="relaxed")
     if SUM:
-        tl.store(at_sum, sums + tl.sum(new, 1), mask=place < listed)
+        tl.atomic_add(mass_sum + h * s_h + row * s_r, tl.sum(new, 1), mask=place < listed, sem="relaxed")
 
 
 @triton.jit
