@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
@@ -114,7 +115,7 @@ def generated() -> list[tuple[str, ASTSource, int]]:
         if program.whole is not None:
             made += kernels_of(program.whole.built(Variant(2)), {"REQUESTS": 0, "LATE": True, "PDL": 1})
         if graphs.summarize is not None:
-            built = generate_summarize(graphs).built(Variant(2, False))
+            built = generate_summarize(graphs).built(Variant(2, None))
             sizes = {"P": 1, "D": 80, "DV": 48}
             made += kernels_of(built, {**sizes, "PDL": 3, "tokens": None})
             made += kernels_of(built, {**sizes, "PDL": 2})
@@ -127,9 +128,9 @@ def token_major() -> list[tuple[str, ASTSource, int]]:
     for flow in (build_flow("gqa_quest_sparse_attention"), load_flow(f"{PAPERS}:Loki")):
         graphs = trace_flow(flow, Geometry(16, 128, 128, 4))
         if graphs.summarize is not None:
-            built = generate_summarize(graphs).built(Variant(2, False, False, True))
+            built = generate_summarize(graphs).built(Variant(2, None, False, True))
             made += kernels_of(built, {"P": 16, "D": 128, "DV": 128, "PDL": 3, "tokens": None})
-        built = generate_score(graphs).built(Variant(2, True, False, True))
+        built = generate_score(graphs).built(Variant(2, torch.bfloat16, False, True))
         made += kernels_of(built, {"REQUESTS": 0, "LATE": False, "PDL": 1})
     assert sum("k_token" in source.fn.arg_names for _, source, _ in made) >= 2
     return made

@@ -10,9 +10,13 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from generated_world import close, make_world, run_beside_float64
-from kvsieve.backends.triton.generate import ScoreProgram, generate_score, program, tuning
+from kvsieve.backends.triton.generate import ScoreProgram, functions, generate_score, program, tuning
 from kvsieve.backends.triton.generate.program import Variant
+from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.flow import Flow
 from kvsieve.graph import Geometry, trace_flow
 from triton_device import DEVICE, NEEDS_GPU_OR_INTERPRETER
@@ -73,10 +77,55 @@ class Wide(Flow):
 def test_float32_summaries_of_sixteen_bit_pages(dtype: torch.dtype) -> None:
     """Nothing of them goes to tensor cores, and nothing is cut."""
     graphs = trace_flow(Wide(), Geometry(5, 16, 16, 4))
-    assert not any(kernel.dots for kernel in generate_score(graphs).built(Variant(2, True)).kernels)
+    assert not any(kernel.dots for kernel in generate_score(graphs).built(Variant(2)).kernels)
     world = make_world(graphs, (1, 9, 0, 20), 2, dtype, device=DEVICE)
     assert world.pool.summaries["mean"].dtype == torch.float32 and world.pool.summaries["low"].dtype == dtype
     run_beside_float64(world, lambda what, x, y: close(2.0**-6 if what == "low" else 2e-6)(what, x, y))
+
+
+class Computed(Flow):
+    """Query rows that no 16 bits hold, on either side of a product, with a field of several rows."""
+
+    def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"mean": k.mean(0), "ends": k[[0, -1]]}
+
+    def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        q = q / q.square().sum(-1, keepdim=True).add(1.0).sqrt()
+        return (q @ pages["mean"].T).amax(0) + (pages["ends"] @ q.T).amin((1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("group", "dots"), [(1, 0), (2, 2), (3, 2), (7, 2), (16, 2), (24, 0)])
+def test_computed_queries_go_to_tensor_cores_in_parts(group: int, dots: int, dtype: torch.dtype) -> None:
+    """Three parts of bfloat16 hold float32's bits; float16 has no room for small ones."""
+    graphs = trace_flow(Computed(), Geometry(5, 80, 80, group))
+    (kernel,) = generate_score(graphs).built(Variant(2, dtype)).kernels
+    assert kernel.dots == (dots if dtype == torch.bfloat16 else 0)
+    assert kernel.source.count("f.in_parts(") == kernel.dots
+    world = make_world(graphs, (1, 9, 0, 40), 2, dtype, device=DEVICE)
+    run_beside_float64(world, lambda what, x, y: close(2.0**-6 if what in ("mean", "ends") else 2e-6)(what, x, y))
+
+
+@pytest.mark.parametrize("slots", [4, 8])
+def test_parts_add_up_to_the_rows(slots: int) -> None:
+    """As bfloat16 on a GPU, as float16 in the interpreter, which cuts bfloat16: all bits that fit, zeros behind."""
+    dtype, narrow = (tl.float16, torch.float16) if INTERPRETED else (tl.bfloat16, torch.bfloat16)
+    torch.manual_seed(0)
+    x = torch.randn(4, 16, device=DEVICE)
+    x[0, :3] = torch.tensor([float("inf"), float("-inf"), 0.0])
+    out = torch.full((slots * 4, 16), float("nan"), dtype=narrow, device=DEVICE)
+    parts_kernel[(1,)](x, out, ROWS=4, N=16, SLOTS=slots, DOT=dtype)
+    parts = out.view(slots, 4, 16).double()
+    assert not parts[3:].any() and not parts[1:, 0, :3].any()
+    error = (parts.sum(0) - x.double())[x.isfinite()].abs()
+    assert (error <= (2.0**-24 if INTERPRETED else 0.0)).all() and parts[1].any() and parts[2].any()
+
+
+@triton.jit
+def parts_kernel(x, out, ROWS: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, DOT: tl.constexpr):
+    column = tl.arange(0, N)[None, :]
+    rows = tl.load(x + tl.arange(0, ROWS)[:, None] * N + column)
+    tl.store(out + tl.arange(0, SLOTS * ROWS)[:, None] * N + column, functions.in_parts(rows, SLOTS, DOT))
 
 
 @pytest.mark.parametrize("asked", [torch.float32, torch.bfloat16, torch.float16])
@@ -86,4 +135,4 @@ def test_tensor_cores_multiply_what_is_stored_alike(asked: torch.dtype, stored: 
     graphs = trace_flow(Wide(), Geometry(5, 16, 16, 4))
     world = make_world(graphs, (2,), 2, stored, q_dtype=asked, device=DEVICE)
     variant = ScoreProgram._variant(world.q, world.pool)
-    assert variant.narrow == (asked == stored != torch.float32)
+    assert variant.narrow == (asked if asked == stored != torch.float32 else None)

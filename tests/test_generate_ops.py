@@ -68,7 +68,7 @@ def run_case(expression: str) -> None:
         first += width
     call_inputs = window_inputs(table_of, torch.stack([torch.stack([one["q"] for one in row]) for row in segments]))
     pool: Any = SimpleNamespace(k=out, v=out, summaries=fields, state={"out": out})
-    program.launch(Variant(HEADS, False, False), len(WIDTHS), max(WIDTHS), call_inputs, pool)
+    program.launch(Variant(HEADS, None, False), len(WIDTHS), max(WIDTHS), call_inputs, pool)
     shape = graph.shape_of(graph.outputs["out"])
     for place, width in enumerate(WIDTHS):
         for head in range(HEADS if width else 0):

@@ -52,7 +52,7 @@ def test_queries_are_projected_once(
 ) -> None:
     monkeypatch.setattr(stages, "HOISTED_PRODUCTS", 256)
     graphs = trace_flow(Asking(), Geometry(page, width, width, group))
-    built = generate_score(graphs).built(Variant(heads, dtype != torch.float32))
+    built = generate_score(graphs).built(Variant(heads, dtype if dtype != torch.float32 else None))
     ((ahead, _),) = built.ahead
     assert list(ahead.constants) and not any(kernel.constants for kernel in built.kernels)
     assert not any(kernel.first for kernel in built.kernels), "a score of stored queries starts late"
@@ -64,7 +64,7 @@ def test_kernels_of_both_forms_project_once(monkeypatch: pytest.MonkeyPatch) -> 
     """All heads of a page in one tile, or one head at a time."""
     monkeypatch.setattr(stages, "HOISTED_PRODUCTS", 256)
     score = generate_score(trace_flow(Asking(32), Geometry(4, 16, 16, 4)))
-    forms = [any(kernel.wide for kernel in score.built(Variant(heads, False)).kernels) for heads in (2, 3)]
+    forms = [any(kernel.wide for kernel in score.built(Variant(heads, None)).kernels) for heads in (2, 3)]
     assert forms == [True, False]
     for heads in (2, 3):
         world = make_world(trace_flow(Asking(32), Geometry(4, 16, 16, 4)), (5, 0, 40), heads, device=DEVICE)

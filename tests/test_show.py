@@ -60,9 +60,12 @@ def test_lowered_graph_is_the_code_that_runs(capsys: pytest.CaptureFixture[str])
 def test_kernel_is_source(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
     text = shown(capsys, "h2o", "--kernel")
-    score = text[text.index('"""h2o score') :]
-    functions = [node.name for node in ast.parse(score).body if isinstance(node, ast.FunctionDef)]
-    assert functions == ["h2o_score_0", "h2o_score_1", "h2o_score_0_all"]
+    short, long = text[text.index("# Windows of up to 4096 pages") :].split("# Longer windows")
+    for source, named in (
+        (short, ["h2o_score_whole_windows_0", "h2o_score_whole_windows_1"]),
+        (long, ["h2o_score_0", "h2o_score_1", "h2o_score_0_all"]),
+    ):
+        assert [node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)] == named
 
 
 def test_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def tensors(values: Any) -> Iterator[torch.Tensor]:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Counts the loads, stores and atomic sums of kernels, and refuses those outside of the memory of a kernel's arguments."""
+    """Counts the loads, stores and sums in memory of kernels, and refuses those outside of a kernel's arguments."""
     from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder
 
     allowed: list[tuple[int, int]] = []

@@ -76,11 +76,11 @@ def test_queries_that_meet_all_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_the_first_kernel_of_a_score_may_start_early(name: str) -> None:
     """Those behind it read what it has stored; a summary reads what the kernel before has written."""
     graphs = trace_flow(build_flow(name), Geometry(1, 16, 16, 3))
-    kernels = generate_score(graphs).built(Variant(2, False)).kernels
+    kernels = generate_score(graphs).built(Variant(2, None)).kernels
     assert [kernel.first for kernel in kernels] == [True] + [False] * (len(kernels) - 1) and len(kernels) > 1
     assert all("LATE" not in kernel.source for kernel in kernels[1:])
     if graphs.summarize is not None:
-        assert not generate_summarize(graphs).built(Variant(2, False)).kernels[0].first
+        assert not generate_summarize(graphs).built(Variant(2, None)).kernels[0].first
 
 
 @pytest.mark.parametrize(("width", "k"), [(140_000, 64), (37_000, 33_000)])

@@ -29,8 +29,9 @@ Backend `triton` prints the `score` and `summarize` of a flow as Triton source; 
    padding, or of pages beyond the window, is its identity.
 4. Tiles have one of three forms. All heads of a page are one row of a tile if they lie side by side and their sizes
    are powers of two. Contractions of several query rows with stored 16-bit values run on tensor cores, a few heads one
-   after another; fewer rows than a tensor core takes come several times. Products are exact, sums are float32. All else
-   runs one head at a time. `tuning.py` holds the numbers.
+   after another; fewer rows than a tensor core takes come several times, and rows that the flow computes from queries as
+   three parts of bfloat16, which hold all bits. Products are exact, sums are float32. All else runs one head at a time.
+   `tuning.py` holds the numbers.
 
 A flow is refused, with the reason, if an op has no row, or if the values of one page do not fit a tile; backend
 `triton+compiled` runs it then. An envelope with infinite keys scores NaN where the literal formula would not.

@@ -1,10 +1,16 @@
-"""Contractions through tensor cores: query rows against the pages' stored values, products exact, sums in float32."""
+"""Contractions through tensor cores: query rows against the pages' stored values; exact products, sums in float32.
+
+Rows that the flow computes from queries have float32's bits: three parts of bfloat16 hold them, and are rows of the same
+product. float16 has no room for the last parts, nor for large rows.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import torch
 
 from kvsieve.backends.triton.generate.ir import Op, walk
 from kvsieve.backends.triton.generate.tile import PAGES, Dim, Tile, shape_text
@@ -15,7 +21,9 @@ if TYPE_CHECKING:
 ROWS = 16
 """Rows of the smallest tensor-core tile."""
 FEWEST, MOST = 2, 64
-"""Query rows for which it pays."""
+"""Query rows for which it pays, parts counted."""
+PARTS = 4
+"""Rows in place of a computed one: its three parts, and zeros."""
 SIGNS = ("f.maximum({0}, {1})", "f.minimum({0}, {1})")
 
 
@@ -29,26 +37,42 @@ def keeps_values(op: Op) -> bool:
     return op.kind in ("query", "field") and op.dtype.is_floating_point
 
 
-def suits(op: Op, own_dtypes: frozenset[str]) -> bool:
-    """Whether a contraction may run on tensor cores; ``own_dtypes`` are fields that are not stored in K's dtype."""
+def _sides(op: Op) -> tuple[Op, Op, str, str]:
+    """The operand that does not vary over pages, the other, and the letters of their axes."""
+    (a, x), (first, second, _) = op.operands, op.data
+    return (a, x, first, second) if x.paged else (x, a, second, first)
+
+
+def suits(op: Op, own_dtypes: frozenset[str], dtype: torch.dtype) -> bool:
+    """Whether a contraction may run on tensor cores, of queries and pages in ``dtype``; ``own_dtypes`` are fields that
+    are not stored in it."""
     if op.kind != "contract":
         return False
-    (a, x), (first, second, output) = op.operands, op.data
+    (a, x, first, second), output = _sides(op), op.data[2]
     summed = [letter for letter in first if letter not in output]
     rows = [letter for letter in first if letter in output]
-    if a.paged or not x.paged or len(summed) != 1 or len(rows) != 1 or summed[0] not in second or None in a.shape:
+    if (
+        a.paged
+        or None not in x.shape
+        or len(summed) != 1
+        or len(rows) != 1
+        or summed[0] not in second
+        or None in a.shape
+    ):
         return False
     if set(rows) & set(second) or any(letter not in output for letter in second if letter != summed[0]):
         return False
-    width = a.shape[first.index(summed[0])] or 0
+    width, most = a.shape[first.index(summed[0])] or 0, MOST
     count = math.prod(a.shape[first.index(letter)] or 1 for letter in rows)
     stored = not any(one.kind == "field" and one.data in own_dtypes for one in _sources(x))
-    return FEWEST <= count <= MOST and width >= ROWS and keeps_values(a) and keeps_values(x) and stored
+    if not keeps_values(a):
+        most = MOST // PARTS if dtype == torch.bfloat16 and a.dtype == torch.float32 else 0
+    return FEWEST <= count <= most and width >= ROWS and keeps_values(x) and stored
 
 
-def found(outputs: Sequence[Op], own_dtypes: frozenset[str]) -> list[Op]:
+def found(outputs: Sequence[Op], own_dtypes: frozenset[str], dtype: torch.dtype) -> list[Op]:
     """The contractions for tensor cores."""
-    return [op for op in walk(outputs) if suits(op, own_dtypes)]
+    return [op for op in walk(outputs) if suits(op, own_dtypes, dtype)]
 
 
 def _sources(op: Op) -> list[Op]:
@@ -58,7 +82,7 @@ def _sources(op: Op) -> list[Op]:
 def printed(printer: Printer, op: Op, shift: int) -> Tile:
     """``tl.dot`` of the rows and the pages' values. Fewer than 16 rows come several times, alike, and so do their
     products, of which one is taken: what is made of them is no larger for it."""
-    (a, x), (first, second, output) = op.operands, op.data
+    (a, x, first, second), output = _sides(op), op.data[2]
     summed = next(letter for letter in first if letter not in output)
     page = next(letter for letter, size in zip(second, x.shape, strict=True) if size is None)
     rows = [letter for letter in first if letter != summed]
@@ -66,20 +90,25 @@ def printed(printer: Printer, op: Op, shift: int) -> Tile:
     sizes = {**dict(zip(first, a.shape, strict=True)), **dict(zip(second, x.shape, strict=True))}
     pads = {letter: printer.pad(size) for letter, size in sizes.items() if size is not None}
     height = math.prod(pads[one] for one in rows)
-    slots = max(1, ROWS // height)
-    left = _matrix(printer, a, first, [*rows, summed], shift, (height, pads[summed]))
-    if slots > 1:
+    whole = keeps_values(a)
+    slots = max(1 if whole else PARTS, ROWS // height)
+    left = _matrix(printer, a, first, [*rows, summed], shift, (height, pads[summed]), ".to(DOT)" if whole else "")
+    dims = slots * height, pads[summed]
+    if not whole:
+        left = printer.assign(printer.names.new("parts"), Tile(f"f.in_parts({left}, {slots}, DOT)", dims)).text
+    elif slots > 1:
         copies = f"tl.broadcast_to({left}[None, :, :], {shape_text((slots, height, pads[summed]))})"
-        left = f"tl.reshape({copies}, {shape_text((ROWS, pads[summed]))})"
+        left = printer.assign(printer.names.new("rows"), Tile(f"tl.reshape({copies}, {shape_text(dims)})", dims)).text
     held = math.prod(pads[one] for one in columns)
     tall: Dim = f"PAGES * {held}" if held > 1 else PAGES
-    right = _matrix(printer, x, second.replace(page, ""), [*columns, summed], shift, (tall, pads[summed]))
+    right = _matrix(printer, x, second.replace(page, ""), [*columns, summed], shift, (tall, pads[summed]), ".to(DOT)")
     printer.largest = max(printer.largest, held * pads[summed])
     printer.dot_rows = min(held, printer.dot_rows) if printer.dots else held
     printer.dots += 1
     text = f"tl.trans(tl.dot({left}, tl.trans({right})))"
     if slots > 1:
-        text = f"tl.max(tl.reshape({text}, {shape_text((tall, slots, height))}), 1)"
+        reduce = "tl.max" if whole else "tl.sum"
+        text = f"{reduce}(tl.reshape({text}, {shape_text((tall, slots, height))}), 1)"
     result = printer.assign(printer.names.new("products"), Tile(text, (tall, height)), "", True)
     apart: tuple[Dim, ...] = (PAGES, *(pads[one] for one in (*columns, *rows)))
     text = result.text if len(apart) == 2 else f"tl.reshape({result.text}, {shape_text(apart)})"
@@ -90,11 +119,13 @@ def printed(printer: Printer, op: Op, shift: int) -> Tile:
     return Tile(text, tuple(apart[axis] for axis in axes))
 
 
-def _matrix(printer: Printer, x: Op, letters: str, order: list[str], shift: int, dims: tuple[Dim, Dim]) -> str:
-    """An operand as a matrix, its axes in order; narrowed first, as axes may move through shared memory."""
+def _matrix(
+    printer: Printer, x: Op, letters: str, order: list[str], shift: int, dims: tuple[Dim, Dim], cast: str
+) -> str:
+    """An operand as a matrix, its axes in order; cast first, as axes may move through shared memory."""
     tile = printer.solid(x, shift)
     assert tile.dims is not None
     axes = [0, *(1 + letters.index(letter) for letter in order)]
-    narrow = f"{tile.text}.to(DOT)"
+    narrow = f"{tile.text}{cast}"
     text = narrow if axes == sorted(axes) else f"tl.permute({narrow}, {shape_text(axes)})"
     return text if tile.dims == dims and axes == sorted(axes) else f"tl.reshape({text}, {shape_text(dims)})"

@@ -136,6 +136,23 @@ def place_of(widths, share, PAGES: tl.constexpr, REQUESTS: tl.constexpr):
     return request, chunk
 
 
+# Tensor cores
+
+
+@triton.jit
+def in_parts(x, SLOTS: tl.constexpr, DOT: tl.constexpr):
+    """Rows x [ROWS, N] of float32 as [SLOTS * ROWS, N] of a narrower dtype: parts that add up to x, then zeros."""
+    first = x.to(DOT)
+    rest = tl.where(tl.abs(x) == float("inf"), 0.0, x - first.to(tl.float32))
+    second = rest.to(DOT)
+    third = (rest - second.to(tl.float32)).to(DOT)
+    slot = tl.arange(0, SLOTS)[:, None, None]
+    parts = tl.where(slot == 2, third[None, :, :], tl.zeros([SLOTS, x.shape[0], x.shape[1]], DOT))
+    parts = tl.where(slot == 1, second[None, :, :], parts)
+    parts = tl.where(slot == 0, first[None, :, :], parts)
+    return tl.reshape(parts, [SLOTS * x.shape[0], x.shape[1]])
+
+
 # Tokens
 
 

@@ -36,12 +36,12 @@ SHOWN_HEADS = 8
 
 @dataclass(frozen=True)
 class Variant:
-    """What the kernels depend on beside the flow: KV heads, whether queries and pages are stored alike in 16 bits (then
-    tensor cores multiply them), whether the heads of a page lie side by side, and whether the tokens of a page lie
-    apart, as in the cache of an engine that stores token by token."""
+    """What the kernels depend on beside the flow: KV heads, the 16 bits in which queries and pages are both stored, if
+    they are (then tensor cores multiply them), whether the heads of a page lie side by side, and whether the tokens of
+    a page lie apart, as in the cache of an engine that stores token by token."""
 
     heads: int = SHOWN_HEADS
-    narrow: bool = True
+    narrow: torch.dtype | None = torch.bfloat16
     rows: bool = True
     apart: bool = False
 
@@ -61,10 +61,11 @@ class Generated:
         self.title, self.states, self.summaries = title, frozenset(states), summaries
         self.plan = StagePlan(outputs, self.states & set(outputs), whole)
         self.scratch = _scratch(self.plan)
-        self._dots = dots.found(list(outputs.values()), own_dtypes)
+        narrow = (torch.bfloat16, torch.float16)
+        self._dots = {dtype: dots.found(list(outputs.values()), own_dtypes, dtype) for dtype in narrow}
         self._built: dict[Variant, Built] = {}
-        for narrow in (True, False):  # refuses now, not at the first step
-            self.built(Variant(narrow=narrow))
+        for dtype in (*narrow, None):  # refuses now, not at the first step
+            self.built(Variant(narrow=dtype))
         self.whole: Generated | None = None
         """The form for windows that one program holds; None if there is none."""
         if not whole and self.plan.near and len(self.plan.stages) > 1:
@@ -118,8 +119,8 @@ class Generated:
 
         if self.plan.whole and number:
             return print_as(Form(apart=variant.apart))
-        if variant.narrow and self._dots:
-            kernel = print_as(Form(dot=frozenset(map(id, self._dots)), apart=variant.apart))
+        if variant.narrow and self._dots[variant.narrow]:
+            kernel = print_as(Form(dot=frozenset(map(id, self._dots[variant.narrow])), apart=variant.apart))
             if kernel.dots:
                 return kernel
         kernel = print_as(Form(apart=variant.apart))
@@ -215,7 +216,7 @@ class ScoreProgram(Generated):
     @staticmethod
     def _variant(q: torch.Tensor, pool: LayerPool) -> Variant:
         narrow = q.dtype == pool.k.dtype and q.dtype in (torch.bfloat16, torch.float16)
-        return Variant(pool.num_kv_heads, narrow, _side_by_side(pool), _apart(pool))
+        return Variant(pool.num_kv_heads, q.dtype if narrow else None, _side_by_side(pool), _apart(pool))
 
 
 class SummarizeProgram(Generated):
@@ -242,7 +243,7 @@ class SummarizeProgram(Generated):
 
     @staticmethod
     def _variant(pool: LayerPool) -> Variant:
-        return Variant(pool.num_kv_heads, False, _side_by_side(pool), _apart(pool))
+        return Variant(pool.num_kv_heads, None, _side_by_side(pool), _apart(pool))
 
 
 def _side_by_side(pool: LayerPool) -> bool:

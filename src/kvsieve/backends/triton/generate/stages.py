@@ -129,7 +129,7 @@ class StagePlan:
                 self._need(operand, stage)
 
     def _long_products(self, outputs: Sequence[Op]) -> set[int]:
-        """What is made of long products of queries and nothing that varies over pages."""
+        """What is made of long products of queries, or of elements picked from them, and the same for all pages."""
         of_queries: set[int] = set()
         long: set[int] = set()
         for op in walk(outputs):
@@ -138,7 +138,8 @@ class StagePlan:
             operands = {id(one) for one in op.operands}
             if op.kind == "query" or operands & of_queries:
                 of_queries.add(id(op))
-                if operands & long or (op.kind == "contract" and _products(op) >= HOISTED_PRODUCTS):
+                slow = op.kind == "gather" or (op.kind == "contract" and _products(op) >= HOISTED_PRODUCTS)
+                if slow or operands & long:
                     long.add(id(op))
         return {id(op) for op in walk(outputs) if id(op) in long and op.elements <= HOISTED_ELEMENTS}
 
