@@ -29,7 +29,7 @@ Backend `triton` prints the `score` and `summarize` of a flow as Triton source; 
    padding, or of pages beyond the window, is its identity.
 4. Tiles have one of three forms. All heads of a page are one row of a tile if they lie side by side and their sizes
    are powers of two. Contractions of several query rows with stored 16-bit values run on tensor cores, a few heads one
-   after another; fewer rows than a tensor core takes come several times, and rows that the flow computes from queries as
+   after another; fewer rows than a tensor core takes come several times, rows that the flow computes from queries as
    three parts of bfloat16, which hold all bits. Products are exact, sums are float32. All else runs one head at a time.
    `tuning.py` holds the numbers.
 
