@@ -1,7 +1,7 @@
 """Contractions through tensor cores: query rows against stored values of pages; exact products, sums in float32.
 
-Rows that the flow computes from queries have float32's bits: three parts of bfloat16 hold them, and are rows of the same
-product. float16 has no room for the last parts, nor for large rows.
+Rows that the flow computes from queries have the bits of float32: three parts of bfloat16 hold them, and are rows of
+the same product. float16 has no room for the last parts, nor for large rows.
 """
 
 from __future__ import annotations
