@@ -93,8 +93,16 @@ def test_the_form_that_runs_is_tuned(width: int, whole: bool, monkeypatch: pytes
     generate_summarize(graphs).run(world.pool, world.blocks())
     program = generate_score(graphs)
     assert program.whole is not None and program.whole.longest == 66
-    program.tune(world.q, world.pool, world.window, lambda: 1.0)
+    tried = []
+
+    def seconds() -> float:
+        (built,) = (one for form in (program, program.whole) for one in form._built.values() if one.tuned)
+        tried.append(next(iter(built.tuned.values()))[-1])
+        return 1.0
+
+    program.tune(world.q, world.pool, world.window, seconds)
     program.run(world.q, world.pool, world.window)
+    assert len({one.warps for one in tried}) > 1, "the last stage is tuned, too"
     tuned = {form: any(one.tuned for one in form._built.values()) for form in (program, program.whole)}
     assert tuned == {program: not whole, program.whole: whole}
     sizes = {rows[-1][0] for rows in json.loads(autotune._path().read_text()).values()}

@@ -82,7 +82,11 @@ def neighbours(kernel: Kernel, one: Tiling, scans: bool) -> Iterator[Tiling]:
     sizes = [one.pages] if scans or kernel.whole else [one.pages // 2, one.pages, one.pages * 2]
     for pages in sizes:
         for warps in (one.warps // 2, one.warps, one.warps * 2):
-            if least <= pages <= MOST_PAGES and 1 <= warps <= MOST_WARPS and (pages, warps) != (one.pages, one.warps):
+            if (
+                least <= pages <= max(MOST_PAGES, one.pages)
+                and 1 <= warps <= MOST_WARPS
+                and (pages, warps) != (one.pages, one.warps)
+            ):
                 yield replace(one, pages=pages, warps=warps)
     if kernel.loops:
         yield replace(one, stages=one.stages + 1)
