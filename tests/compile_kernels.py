@@ -91,6 +91,8 @@ def cases() -> list[tuple[str, Any, dict[str, Any], int, str]]:
     for reduction in ("mean", "max"):
         constants = {"P": 5, "GROUP": 3, "BLOCK_P": 8, "PAGES": 64, "REDUCTION": reduction, "SUM": True, "PDL": 1}
         made.append((f"mass {reduction}", store._mass_kernel, constants, 2, "bf16"))
+    constants = {"P": 5, "BLOCK_P": 8, "BLOCK_H": 8, "PAGES": 64, "PDL": 1}
+    made.append(("forget mass", store._clear_kernel, constants, 4, "bf16"))
     constants = {"P": 5, "D": 80, "DV": 48, "BLOCK": 1024, "WIDTH": 128, "MASS": True, "PDL": 1}
     made.append(("evict", evict._evict_kernel, constants, 4, "bf16"))
     for dtype in ("bf16", "fp32"):

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvsieve.backends.base import AttentionOptions, Backend, Selection
+from kvsieve.backends.base import AttentionOptions, Selection
 from kvsieve.backends.triton.elementary import exp, tanh
 from kvsieve.backends.triton.launch import (
     INTERPRETED,
@@ -20,7 +20,7 @@ from kvsieve.backends.triton.launch import (
     power_of_two,
     wait_for_inputs,
 )
-from kvsieve.backends.triton.store import NO_MASS, listed_tokens, mass_arguments, mass_of_pages, rows_of_pages
+from kvsieve.backends.triton.store import NO_MASS, listed_tokens, mass_arguments, mass_of_pages, rebase, rows_of_pages
 from kvsieve.paging.pool import LayerPool
 from kvsieve.plan import Rows
 
@@ -333,7 +333,7 @@ def attend(
     mass_fields, mass_strides, mass_constants = NO_MASS
     if added is not None:
         assert options.mass is not None
-        Backend.rebase(pool, rows, added)
+        rebase(pool, rows, added)
         mass_fields, mass_strides, mass_constants = mass_arguments(
             pool, selection, added, group, options.mass.group, MASS_TILE
         )

@@ -22,7 +22,7 @@ from kvsieve.backends.triton.generate import (
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.backends.triton.seed import prompt_mass
 from kvsieve.backends.triton.select import select
-from kvsieve.backends.triton.store import Logits, add_mass, enter, write
+from kvsieve.backends.triton.store import Logits, add_mass, enter, rebase, write
 from kvsieve.errors import ConfigError
 from kvsieve.graph import FlowGraphs
 from kvsieve.paging.pool import LayerPool
@@ -119,6 +119,10 @@ class TritonBackend(Backend):
         if raw is None or options.mass is None:
             return out, lse, None
         return out, lse, Logits(raw, lse, options.mass.group)
+
+    @staticmethod
+    def rebase(pool: LayerPool, rows: Rows, mass: MassRows) -> None:
+        rebase(pool, rows, mass)
 
     def add_mass(self, pool: LayerPool, rows: Rows, mass: MassRows, selection: Selection, increment: Logits) -> None:
         self.rebase(pool, rows, mass)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvsieve.backends.base import Selection
+from kvsieve.backends.base import Backend, Selection
 from kvsieve.backends.triton.elementary import exp
 from kvsieve.backends.triton.launch import (
     ONCE_WAITED,
@@ -176,10 +176,50 @@ TILE = 512
 """Tokens whose mass a program adds at a time."""
 THREADS = 128
 """Of the largest program that adds mass."""
+CLEARED = 4096
+"""Elements of a program that forgets mass."""
 NO_MASS: tuple[tuple[torch.Tensor | None, ...], tuple[int, ...], dict[str, Any]] = (
     (None,) * 5, (0,) * 7, {"GROUP": 1, "BLOCK_P": 1, "PAGES": 1, "REDUCTION": "", "SUM": False},
 )  # fmt: skip
 """In place of :func:`mass_arguments`, for a kernel that adds none."""
+
+
+@triton.jit
+def _clear_kernel(
+    table, mass, mass_sum, t_b, m_h, m_r, s_h, s_r, width, heads,
+    P: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr, PAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Forget the mass of those of a request's pages that hold any: few do."""
+    b = tl.program_id(1).to(tl.int64)
+    page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
+    head, offset = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_P)
+    wait_for_inputs(PDL)
+    row = tl.load(table + b * t_b + page, mask=page < width, other=0)[:, None]
+    at = mass_sum + head[None, :] * s_h + row * s_r
+    held = tl.load(at, mask=(page < width)[:, None] & (head < heads)[None, :], other=0.0) != 0.0
+    if tl.max(tl.max(held.to(tl.int32), 1), 0) > 0:
+        tl.store(at, tl.zeros([PAGES, BLOCK_H], tl.float32), mask=held)
+        tokens = (mass + head[None, :] * m_h + row * m_r)[:, :, None] + offset[None, None, :]
+        tl.store(
+            tokens, tl.zeros([PAGES, BLOCK_H, BLOCK_P], tl.float32), mask=held[:, :, None] & (offset < P)[None, None, :]
+        )
+    let_next_start(PDL)
+
+
+def rebase(pool: LayerPool, rows: Rows, mass: MassRows) -> None:
+    """Rebase the stored mass of the requests where ``mass`` says so."""
+    if not mass.clear or "mass_sum" not in pool.state:
+        Backend.rebase(pool, rows, mass)
+        return
+    stored, sums = pool.state["mass"], pool.state["mass_sum"]
+    batch, width = mass.table.shape
+    block, heads = power_of_two(pool.page_size), power_of_two(pool.num_kv_heads)
+    tile = max(1, CLEARED // (block * heads))
+    _clear_kernel[-(-width // tile), batch](
+        mass.table, stored, sums, mass.table.stride(0), *_row_strides(stored), *_row_strides(sums), width,
+        pool.num_kv_heads, P=pool.page_size, BLOCK_P=block, BLOCK_H=heads, PAGES=tile,
+        num_warps=4, **launch_options(pool.device),
+    )  # fmt: skip
 
 
 def mass_arguments(
