@@ -136,3 +136,27 @@ def test_tensor_cores_multiply_what_is_stored_alike(asked: torch.dtype, stored: 
     world = make_world(graphs, (2,), 2, stored, q_dtype=asked, device=DEVICE)
     variant = ScoreProgram._variant(world.q, world.pool)
     assert variant.narrow == (asked if asked == stored != torch.float32 else None)
+
+
+class Poles(Flow):
+    """Query rows that are infinite or NaN where a tile pads them with zeros; and halves of rows, padded one by one."""
+
+    def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"mean": k.mean(0)}
+
+    def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        mean, half = pages["mean"], q.shape[1] // 2
+        signs = (mean @ (q / q.abs()).T).amax(1)
+        halves = torch.einsum("wcd,rd->wcr", mean.reshape(-1, 2, half), q[0].reshape(2, half))
+        more = torch.einsum("wcd,rd->wcr", mean.reshape(-1, 2, half), (q[0] + 1).reshape(2, half))
+        return signs + halves.amax((1, 2)) + more.amin((1, 2)) + (mean @ q.abs().log().T).amax(1)
+
+
+@pytest.mark.parametrize(("width", "group"), [(40, 3), (80, 3), (80, 7), (32, 4)])
+def test_padding_adds_nothing_to_products(width: int, group: int) -> None:
+    """Whatever the flow makes of the zeros behind a query row, or a regrouping of its last values."""
+    graphs = trace_flow(Poles(), Geometry(5, width, width, group))
+    (kernel,) = generate_score(graphs).built(Variant(2)).kernels
+    assert kernel.dots >= 3
+    world = make_world(graphs, (1, 9, 0, 20), 2, torch.bfloat16, device=DEVICE)
+    run_beside_float64(world, lambda what, x, y: close(2.0**-6 if what == "mean" else 4e-6)(what, x, y))
