@@ -160,3 +160,22 @@ def test_padding_adds_nothing_to_products(width: int, group: int) -> None:
     assert kernel.dots >= 3
     world = make_world(graphs, (1, 9, 0, 20), 2, torch.bfloat16, device=DEVICE)
     run_beside_float64(world, lambda what, x, y: close(2.0**-6 if what == "mean" else 4e-6)(what, x, y))
+
+
+class Swapped(Flow):
+    """State fields of which each is made of the other, as they were before the step."""
+
+    def init_state(self, page_size: int, head_dim: int) -> Mapping[str, torch.Tensor]:
+        return {"one": torch.zeros(()), "other": torch.zeros(())}
+
+    def score(
+        self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        logits = pages["k"][:, 0] @ q[0] * 0.1
+        return logits.softmax(0), {"one": pages["other"] + logits, "other": pages["one"] * 0.5}
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_state_is_read_before_other_state_is_written(heads: int) -> None:
+    graphs = trace_flow(Swapped(), Geometry(3, 20, 12, 3))
+    run_beside_float64(make_world(graphs, (1, 30, 0, 13), heads, device=DEVICE), close(2e-6))
