@@ -61,6 +61,28 @@ def test_a_running_sum_over_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None
     run_beside_float64(make_world(graphs, (1, 30, 0, 13), 2, device=DEVICE), close(2e-6))
 
 
+class Spread(Flow):
+    """The largest share of neighbouring pages, in a softmax over the window."""
+
+    def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"mean": k.mean(0)}
+
+    def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        shares = (pages["mean"] @ q[0]).softmax(0)
+        return torch.nn.functional.max_pool1d(shares[None], 3, 1, 1)[0] if self.pooled else shares.cumsum(0)
+
+    def __init__(self, pooled: bool) -> None:
+        self.pooled = pooled
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_no_program_holds_windows_of_pages_that_follow_each_other(pooled: bool) -> None:
+    """Running sums, and neighbours of what a whole window has to be known for, go by chunks alone."""
+    graphs = trace_flow(Spread(pooled), Geometry(3, 20, 12, 3))
+    assert generate_score(graphs).whole is None
+    run_beside_float64(make_world(graphs, (1, 30, 0, 13), 2, device=DEVICE), close(2e-6))
+
+
 class Wide(Flow):
     """Summaries in float32, whose products in 16 bits would be wrong in the third digit."""
 
