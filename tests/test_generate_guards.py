@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from generated_world import close, make_world, run_beside_float64
+from generated_world import close, forms, make_world, run_beside_float64
 from kvsieve.backends.triton.generate import ScoreProgram, functions, generate_score, program, tuning
 from kvsieve.backends.triton.generate.program import Variant
 from kvsieve.backends.triton.launch import INTERPRETED
@@ -200,4 +200,7 @@ class Swapped(Flow):
 @pytest.mark.parametrize("heads", [1, 2, 3])
 def test_state_is_read_before_other_state_is_written(heads: int) -> None:
     graphs = trace_flow(Swapped(), Geometry(3, 20, 12, 3))
+    for form in forms(generate_score(graphs)):  # threads of the kernel that writes wait for each other's loads
+        counts = [kernel.source.count("tl.debug_barrier()") for kernel in form.built(Variant(heads)).kernels]
+        assert counts == [0, 1]
     run_beside_float64(make_world(graphs, (1, 30, 0, 13), heads, device=DEVICE), close(2e-6))
