@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from generated_world import close, make_world, run_beside_float64
+from generated_world import close, forms, make_world, run_beside_float64
 from kvsieve.backends.triton.generate import ScoreProgram, functions, generate_score, program, tuning
 from kvsieve.backends.triton.generate.program import Variant
 from kvsieve.backends.triton.launch import INTERPRETED
@@ -58,6 +58,28 @@ def test_a_running_sum_over_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(program, "GATHERED", 2)
     monkeypatch.setattr(tuning, "MOST_PAGES", 4)
     graphs = trace_flow(Running(), Geometry(1, 20, 12, 3))
+    run_beside_float64(make_world(graphs, (1, 30, 0, 13), 2, device=DEVICE), close(2e-6))
+
+
+class Spread(Flow):
+    """The largest share of neighbouring pages, in a softmax over the window."""
+
+    def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"mean": k.mean(0)}
+
+    def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        shares = (pages["mean"] @ q[0]).softmax(0)
+        return torch.nn.functional.max_pool1d(shares[None], 3, 1, 1)[0] if self.pooled else shares.cumsum(0)
+
+    def __init__(self, pooled: bool) -> None:
+        self.pooled = pooled
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_no_program_holds_windows_of_pages_that_follow_each_other(pooled: bool) -> None:
+    """Running sums, and neighbours of what a whole window has to be known for, go by chunks alone."""
+    graphs = trace_flow(Spread(pooled), Geometry(3, 20, 12, 3))
+    assert generate_score(graphs).whole is None
     run_beside_float64(make_world(graphs, (1, 30, 0, 13), 2, device=DEVICE), close(2e-6))
 
 
@@ -136,3 +158,49 @@ def test_tensor_cores_multiply_what_is_stored_alike(asked: torch.dtype, stored: 
     world = make_world(graphs, (2,), 2, stored, q_dtype=asked, device=DEVICE)
     variant = ScoreProgram._variant(world.q, world.pool)
     assert variant.narrow == (asked if asked == stored != torch.float32 else None)
+
+
+class Poles(Flow):
+    """Query rows that are infinite or NaN where a tile pads them with zeros; and halves of rows, padded one by one."""
+
+    def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"mean": k.mean(0)}
+
+    def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        mean, half = pages["mean"], q.shape[1] // 2
+        signs = (mean @ (q / q.abs()).T).amax(1)
+        halves = torch.einsum("wcd,rd->wcr", mean.reshape(-1, 2, half), q[0].reshape(2, half))
+        more = torch.einsum("wcd,rd->wcr", mean.reshape(-1, 2, half), (q[0] + 1).reshape(2, half))
+        return signs + halves.amax((1, 2)) + more.amin((1, 2)) + (mean @ q.abs().log().T).amax(1)
+
+
+@pytest.mark.parametrize(("width", "group"), [(40, 3), (80, 3), (80, 7), (32, 4)])
+def test_padding_adds_nothing_to_products(width: int, group: int) -> None:
+    """Whatever the flow makes of the zeros behind a query row, or a regrouping of its last values."""
+    graphs = trace_flow(Poles(), Geometry(5, width, width, group))
+    (kernel,) = generate_score(graphs).built(Variant(2)).kernels
+    assert kernel.dots >= 3
+    world = make_world(graphs, (1, 9, 0, 20), 2, torch.bfloat16, device=DEVICE)
+    run_beside_float64(world, lambda what, x, y: close(2.0**-6 if what == "mean" else 4e-6)(what, x, y))
+
+
+class Swapped(Flow):
+    """State fields of which each is made of the other, as they were before the step."""
+
+    def init_state(self, page_size: int, head_dim: int) -> Mapping[str, torch.Tensor]:
+        return {"one": torch.zeros(()), "other": torch.zeros(())}
+
+    def score(
+        self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        logits = pages["k"][:, 0] @ q[0] * 0.1
+        return logits.softmax(0), {"one": pages["other"] + logits, "other": pages["one"] * 0.5}
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_state_is_read_before_other_state_is_written(heads: int) -> None:
+    graphs = trace_flow(Swapped(), Geometry(3, 20, 12, 3))
+    for form in forms(generate_score(graphs)):  # threads of the kernel that writes wait for each other's loads
+        counts = [kernel.source.count("tl.debug_barrier()") for kernel in form.built(Variant(heads)).kernels]
+        assert counts == [0, 1]
+    run_beside_float64(make_world(graphs, (1, 30, 0, 13), heads, device=DEVICE), close(2e-6))

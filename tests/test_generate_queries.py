@@ -77,3 +77,23 @@ def test_only_long_products_are_computed_ahead() -> None:
         assert not generate_score(trace_flow(flow, Geometry(16, 20, 20, 3))).built(Variant()).ahead
     loki = generate_score(trace_flow(load_flow("examples/paper_flows.py:Loki"), Geometry(16, 128, 128, 4)))
     assert loki.source.count("slice_2_ptr +") == 1 and loki.source.startswith('"""Loki score')
+
+
+class Backwards(Flow):
+    """Elements picked from queries, in another order."""
+
+    def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"mean": k.mean(0)}
+
+    def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return (pages["mean"] @ q.flip(-1).T).softmax(0).amax(1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_elements_of_queries_are_picked_once(dtype: torch.dtype) -> None:
+    """Ahead of all stages, however few products follow."""
+    graphs = trace_flow(Backwards(), Geometry(3, 20, 20, 3))
+    built = generate_score(graphs).built(Variant(3, dtype if dtype != torch.float32 else None))
+    ((ahead, _),) = built.ahead
+    assert "tl.gather(" in ahead.source and not any("tl.gather(" in kernel.source for kernel in built.kernels)
+    run_beside_float64(make_world(graphs, (1, 6, 0, 17), 3, dtype, device=DEVICE), close(BOUNDS[dtype]))

@@ -122,9 +122,16 @@ def printed(printer: Printer, op: Op, shift: int) -> Tile:
 def _matrix(
     printer: Printer, x: Op, letters: str, order: list[str], shift: int, dims: tuple[Dim, Dim], cast: str
 ) -> str:
-    """An operand as a matrix, its axes in order; cast first, as axes may move through shared memory."""
+    """An operand as a matrix, its axes in order; cast first, as axes may move through shared memory.
+
+    What does not vary over pages is 0 where the axis that is summed is padded: computed, it might be anything there,
+    and so might values of pages that were regrouped.
+    """
     tile = printer.solid(x, shift)
     assert tile.dims is not None
+    if not x.paged:
+        cut = printer.mask(tile, [letters.index(order[-1])], x.statics, "0.0")
+        tile = printer.assign(printer.names.new("cut"), Tile(cut, tile.dims)) if cut != tile.text else tile
     axes = [0, *(1 + letters.index(letter) for letter in order)]
     narrow = f"{tile.text}{cast}"
     text = narrow if axes == sorted(axes) else f"tl.permute({narrow}, {shape_text(axes)})"

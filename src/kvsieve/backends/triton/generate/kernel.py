@@ -9,7 +9,7 @@ import torch
 
 from kvsieve.backends.triton.generate import folds
 from kvsieve.backends.triton.generate.arguments import Argument, Scratch
-from kvsieve.backends.triton.generate.ir import Op
+from kvsieve.backends.triton.generate.ir import Op, walk
 from kvsieve.backends.triton.generate.layout import broken
 from kvsieve.backends.triton.generate.printer import Printer
 from kvsieve.backends.triton.generate.stages import HOISTED, StagePlan
@@ -139,6 +139,10 @@ def print_stage(
     for one in ("blocks_ptr",) if summaries else ("widths_ptr", "requests_ptr"):
         printer.arguments.add(one, "input")
     stage = plan.stages[number]
+    if _crosses(stage.outputs, plan.written):
+        for op in stage.outputs.values():  # all is read before anything is written, by whichever threads
+            printer.solid(op, paged=True)
+        printer.page_lines.append("tl.debug_barrier()")
     for partial in stage.partials:
         for component, tile in zip(partial.components, folds.found(printer, partial), strict=True):
             _store_partial(printer, scratch[partial, component], tile)
@@ -149,6 +153,16 @@ def print_stage(
         _store_output(printer, output, op, summaries)
     kernel = _kernel(name, printer, first=number == 0 and not summaries and not plan.hoisted)
     return replace(kernel, source=_function(kernel, _body(kernel, printer, summaries)))
+
+
+def _crosses(outputs: Mapping[str, Op], written: Collection[str]) -> bool:
+    """Whether a state field is written of which another one is made."""
+    return any(
+        one.kind == "field" and one.data in written and one.data in outputs and one.data != name
+        for name, op in outputs.items()
+        if name in written
+        for one in walk([op])
+    )
 
 
 def print_gathering(name: str, plan: StagePlan, number: int, scratch: Mapping[object, Scratch]) -> Kernel:
