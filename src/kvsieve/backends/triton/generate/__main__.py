@@ -34,8 +34,8 @@ Backend `triton` prints the `score` and `summarize` of a flow as Triton source; 
    `tuning.py` holds the numbers.
 
 A flow is refused, with the reason, if an op has no row, or if the values of one page do not fit a tile; backend
-`triton+compiled` runs it then. An envelope with infinite keys scores NaN where the literal formula would not, and so do
-computed query rows on tensor cores.
+`triton+compiled` runs it then. An envelope with infinite keys scores NaN where the literal formula would not; so do
+computed query rows on tensor cores, and a logsumexp over pages one of whose values is infinite.
 
 ## Ops
 
