@@ -101,12 +101,16 @@ def test_the_form_that_runs_is_tuned(width: int, whole: bool, monkeypatch: pytes
         return 1.0
 
     program.tune(world.q, world.pool, world.window, seconds)
-    program.run(world.q, world.pool, world.window)
+    scores = program.run(world.q, world.pool, world.window)
     assert len({one.warps for one in tried}) > 1, "the last stage is tuned, too"
     tuned = {form: any(one.tuned for one in form._built.values()) for form in (program, program.whole)}
     assert tuned == {program: not whole, program.whole: whole}
     sizes = {rows[-1][0] for rows in json.loads(autotune._path().read_text()).values()}
     assert sizes == {tuning.WHOLE_PAGES} or not whole
+    for form in forms(program):
+        alike = form.run(world.q, world.pool, world.window)
+        for request, pages in enumerate((width, 3)):
+            assert torch.allclose(scores[request, :, :pages], alike[request, :, :pages], rtol=1e-5, atol=1e-6)
 
 
 def test_the_fastest_is_kept_and_used(monkeypatch: pytest.MonkeyPatch) -> None:

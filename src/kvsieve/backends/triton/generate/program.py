@@ -66,17 +66,14 @@ class Generated:
         self._built: dict[Variant, Built] = {}
         for dtype in (*narrow, None):  # refuses now, not at the first step
             self.built(Variant(narrow=dtype))
+        self.longest = longest_window(self.built(Variant()).kernels[-1]) if whole else 0
+        """Pages of the longest window that one program holds, in the form that does so."""
         self.whole: Generated | None = None
         """The form for windows that one program holds; None if there is none."""
         if not whole and self.plan.near and len(self.plan.stages) > 1:
             form = type(self)(f"{title} whole windows", outputs, states, summaries, own_dtypes, True)
             if form.longest and form.plan.stages[0].stored:
                 self.whole = form
-
-    @property
-    def longest(self) -> int:
-        """Pages of the longest window that programs hold whole."""
-        return longest_window(self.built(Variant()).kernels[-1])
 
     @property
     def source(self) -> str:
