@@ -9,7 +9,7 @@ import torch
 from kvsieve.backends.triton.generate.arguments import Scratch
 from kvsieve.backends.triton.generate.ir import TRITON_TYPES, Op
 from kvsieve.backends.triton.generate.stages import Partial
-from kvsieve.backends.triton.generate.tile import Tile, identity, shape_text, times
+from kvsieve.backends.triton.generate.tile import Dim, Tile, identity, shape_text, times
 from kvsieve.backends.triton.launch import largest_power
 
 if TYPE_CHECKING:
@@ -20,7 +20,8 @@ COMBINED = 2048
 
 
 def found(printer: Printer, partial: Partial) -> list[Tile]:
-    """What this chunk of pages, or the window, contributes: tiles of one page."""
+    """What this chunk of pages, or the window, contributes: tiles of one page; of a softmax over a window that a
+    program holds also the terms."""
     if partial not in printer.found:
         printer.found[partial] = _found(printer, partial)
     return printer.found[partial]
@@ -36,6 +37,8 @@ def _found(printer: Printer, partial: Partial) -> list[Tile]:
     if partial.kind != "softmax":
         cut = f"tl.where({valid}, {tile.text}, {identity(partial.kind, x.dtype)})"
         return [printer.named(x, Tile(_over_pages(partial.kind, x.dtype, cut), dims), f"{whose}_{partial.kind}", True)]
+    if printer.holds_window:
+        return _window_softmax(printer, x, printer.named(x, tile), dims, valid)
     tile = printer.named(x, tile)
     text = f'tl.max(tl.where({valid}, {tile.text}, float("-inf")), 0, keep_dims=True)'
     high = printer.named(x, Tile(text, dims), f"{whose}_max", True)
@@ -44,6 +47,17 @@ def _found(printer: Printer, partial: Partial) -> list[Tile]:
     )
     text = f"tl.sum(tl.where({valid}, f.exp({tile.text} - {base.text}), 0.0), 0, keep_dims=True)"
     return [high, printer.named(x, Tile(text, dims), f"{whose}_sum", True)]
+
+
+def _window_softmax(printer: Printer, x: Op, tile: Tile, dims: tuple[Dim, ...], valid: str) -> list[Tile]:
+    """Maximum, sum and terms of a softmax over the window that a program holds: exponentials are taken once."""
+    cut = printer.named(x, Tile(f'tl.where({valid}, {tile.text}, float("-inf"))', tile.dims), "window")
+    high = printer.named(x, Tile(f"tl.max({cut.text}, 0, keep_dims=True)", dims), "window_max", True)
+    text = f'tl.where(tl.abs({high.text}) == float("inf"), 0.0, {high.text})'
+    base = printer.named(x, Tile(text, dims), "window_base", True)
+    weights = printer.named(x, Tile(f"f.exp({cut.text} - {base.text})", tile.dims), "window_weights")
+    text = f'tl.where({high.text} == float("inf"), float("nan"), tl.sum({weights.text}, 0, keep_dims=True))'
+    return [high, printer.named(x, Tile(text, dims), "window_sum", True), weights]
 
 
 def _over_pages(kind: str, dtype: torch.dtype, text: str) -> str:

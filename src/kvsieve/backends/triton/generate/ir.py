@@ -196,6 +196,10 @@ class Builder:
         whole = self.make("fold", shape, x.dtype, (x,), (kind, 0))
         return whole if part == 0 else self.make("fold", shape, x.dtype, (x,), (kind, part))
 
+    def weights(self, x: Op, high: Op) -> Op:
+        """exp(x - high) of a softmax over the window: ``high`` is its maximum, 0 where that is infinite."""
+        return self.make("weights", x.shape, x.dtype, (x, high))
+
     def running(self, kind: str, x: Op) -> Op:
         """A running reduction over the pages of the window."""
         op = self.make("running", x.shape, x.dtype, (x,), kind)

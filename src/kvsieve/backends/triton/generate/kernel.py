@@ -31,12 +31,11 @@ VARYING = ("width_bound", "sink", "count", "table_stride", "row_table_stride")
 """Sizes that change from step to step: no kernel is compiled anew for them."""
 
 _PROLOGUE = """\
-wait_for_inputs(PDL{late})
 request, chunk = f.place_of(widths_ptr, {groups}, PAGES, REQUESTS)  # of the batch, of its window
 start = chunk * PAGES
 width = tl.load(widths_ptr + request)  # window pages of this request
 if start >= width:
-    let_next_start(PDL{late})
+    let_next_start(PDL, {late})
     return
 place = tl.load(requests_ptr + request)
 page = start + tl.arange(0, PAGES)
@@ -221,9 +220,11 @@ def _body(kernel: Kernel, printer: Printer, summaries: bool) -> list[str]:
         row = "head" if kernel.wide else "head + tl.arange(0, 1)"
         lines = _SUMMARY_PROLOGUE.format(groups=groups, head=head, row=row).splitlines()
         return [*lines, *printer.vector_lines, *per_head, "let_next_start(PDL)"]
-    late = ", LATE" if kernel.first else ""
-    lines = _PROLOGUE.format(groups=groups, late=late).splitlines() + printer.vector_lines
-    end = f"let_next_start(PDL{late})"
+    # Sizes and tables come from the host: later stages look places up before the stage ahead of them has ended.
+    wait = "wait_for_inputs(PDL, LATE)" if kernel.first else "wait_for_inputs(PDL)"
+    lines = _PROLOGUE.format(groups=groups, late="LATE" if kernel.first else "True").splitlines()
+    lines = [wait, *lines, *printer.vector_lines] if kernel.first else [*lines, *printer.vector_lines, wait]
+    end = "let_next_start(PDL, LATE)" if kernel.first else "let_next_start(PDL)"
     if not kernel.loops:
         return [*lines, f"head = {head}", *per_head, end]
     first = f"(tl.program_id(0) % {groups}) * EACH + number"

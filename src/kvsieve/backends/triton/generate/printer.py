@@ -334,6 +334,14 @@ class Printer:
         tile: Tile = tiles[part]
         return tile
 
+    def _weights(self, op: Op, shift: int) -> Tile:
+        x, high = op.operands
+        if self.holds_window:
+            return folds.found(self, Partial("softmax", x))[2]
+        tiles = [self.aligned(one, op, shift) for one in (x, high)]
+        assert tiles[0].dims is not None and tiles[1].dims is not None
+        return Tile(f"f.exp({tiles[0].text} - {tiles[1].text})", joined(tiles[0].dims, tiles[1].dims))
+
     def _running(self, op: Op, shift: int) -> Tile:
         return folds.continued(self, op, folds.combined(self, running_partial(op), "chunk"))
 

@@ -141,7 +141,8 @@ def _softmax(call: Call) -> Op:
     high, total = log_sum(b, x, axes)
     if "log" in call.name:
         return b.map("({0} - {1} - tl.log({2}))", x, high, total)
-    return b.map("(f.exp({0} - {1}) / {2})", x, high, total)
+    weights = b.weights(x, high) if list(axes) == [x.page_axis] else b.map("f.exp({0} - {1})", x, high)
+    return b.map("({0} * {1})", weights, b.map("(1.0 / {0})", total))
 
 
 def _cast(call: Call) -> Op:
@@ -173,7 +174,7 @@ def rows() -> dict[str, Row]:
     table |= {name: Row(_extreme, "f.max or f.min, which keep NaN", "none") for name in ("amax", "amin", "max", "min")}
     softmax = "(4 + |x - max|) u relative, and that of a sum of W terms"
     names = ("softmax", "_softmax", "log_softmax", "_log_softmax")
-    table |= {name: Row(_softmax, "f.exp({0} - max) / sum, in two stages over pages", softmax) for name in names}
+    table |= {name: Row(_softmax, "f.exp({0} - max) * (1 / sum), in two stages over pages", softmax) for name in names}
     for name in ("cumsum", "cumprod", "logcumsumexp"):
         table[name] = Row(_running, "a scan; over pages after the chunks before", "n u of the sum of magnitudes")
     return table
