@@ -71,7 +71,7 @@ def cases() -> list[tuple[str, Any, dict[str, Any], int, str]]:
         whole = width <= 8192
         constants = {
             "BLOCK": width, "GROUPS": 64, "WHOLE": whole, "ALL": whole, "REQUESTS": 8, "RANKED": True,
-            "LIST": 128, "MOST": longrow.MOST, "PIECE": longrow.PIECE, "AHEAD": width == 2048, "PDL": 2,
+            "LIST": 128, "MOST": longrow.MOST, "PIECE": longrow.PIECE, "PAIRS": width == 2048, "PDL": 2,
             **({"bitmap": None, "found": None} if whole else {}),
         }  # fmt: skip
         made.append((f"select {width}", select._select_kernel, constants, warps, "bf16"))

@@ -46,12 +46,23 @@ def selects(module: ModuleType) -> bool:
         assert quota.table is not None
         for scores in world.rankings(2, 2, 300):
             scores[1, :, 250:] = float("inf")
-            with mock.patch.object(module, "multiprocessors", return_value=many):  # blocks are read late, and ahead
+            with mock.patch.object(module, "multiprocessors", return_value=many):  # by a bit a pass, and by two
                 got = module.select(scores.to(DEVICE), quota, 2)
             want = select_pages(scores.to(DEVICE), quota, 2)
             listed = want.listed().expand(want.pages.shape)
             right &= torch.equal(got.pages[listed], want.pages[listed])
             right &= torch.equal(got.blocks(quota.table)[listed], want.blocks(quota.table)[listed])
+    return right
+
+
+def selects_among_thousands(module: ModuleType) -> bool:
+    """Windows of more pages than a count of ten bits holds, a page or two fewer than wanted above the others."""
+    quota = world.quota_of([2046], 64, [0])
+    torch.manual_seed(0)
+    right = True
+    for scores in (world.a_bit_apart(2046, 1100, 63), world.all_but_tied(2046, 62)):
+        got, want = module.select(scores.to(DEVICE), quota, 1), select_pages(scores.to(DEVICE), quota, 1)
+        right &= torch.equal(got.pages, want.pages)
     return right
 
 
@@ -199,16 +210,23 @@ MUTANTS = [
     Mutant("NaN is the best score", ranking, "scores != scores, 1,", "scores != scores, 0xFFFFFFFF,", selects, select),
     Mutant("negative scores are upside down", ranking, "bits ^ 0x7FFFFFFF", "bits", selects, select),
     Mutant("the younger page stays at equal rank", ranking, "(equals <= ties)", "(equals > 1)", selects, select),
-    Mutant("one page of those at the edge is left out", select, "ties = k - tl.sum", "ties = k - 1 - tl.sum", selects),
-    Mutant("padding of a shorter window competes", select, "there = page < tl.where(k > 0, width, 0)",
+    Mutant("one page of those at the edge is left out", ranking, "ties = k - tl.sum", "ties = k - 1 - tl.sum", selects,
+           select),
+    Mutant("padding of a shorter window competes", select, "there = page < tl.where((k > 0) & (total > kept), width, 0)",
            "there = page < BLOCK", selects),
-    Mutant("blocks are those of the window's places", select, "tl.load(table + sink + page, mask=chosen",
-           "tl.load(table + page, mask=chosen", selects),
     Mutant("recent pages are the first ones", select, "one + total - sink - recent", "one - sink + 0 * recent",
            selects),
-    Mutant("blocks read ahead are those of the window's places", select, "tl.load(table + sink + page, mask=there",
+    Mutant("blocks are those of the window's places", select, "tl.load(table + sink + page, mask=there",
            "tl.load(table + page, mask=there", selects),
     Mutant("the search begins a bit too low", ranking, ">> 23) - 127", ">> 23) - 128", selects, select),
+    Mutant("a list begins a place too late", ranking, "place = tl.cumsum(chosen.to(tl.int32), 0) - 1",
+           "place = tl.cumsum(chosen.to(tl.int32), 0)", selects, select),
+    Mutant("three counts flow into each other", ranking, "(count >= 1024)", "(count >= 65536)",
+           selects_among_thousands, select),
+    Mutant("the lower of two bits lets too few through", ranking, "elif firsts >= k:", "elif firsts >= k - 1:", selects,
+           select),
+    Mutant("the last of the bits is searched alone", ranking, "tl.where(half > 0, found | half, second)", "found | half",
+           selects_among_thousands, select),
     Mutant("a request reads the scores of the next", longrow, "< b).to(tl.int64), 0)", "<= b).to(tl.int64), 0)",
            selects, select),
     Mutant("a word of the bitmap is lost", longrow, "mask=word * 32 < width", "mask=word * 32 < width - 64",

@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 
 from kvsieve.backends.select import select_pages
 from kvsieve.backends.triton import longrow
-from kvsieve.backends.triton.select import select
+from kvsieve.backends.triton.select import PAIRED, select
 from triton_device import DEVICE, NEEDS_GPU_OR_INTERPRETER
-from triton_world import quota_of, rankings
+from triton_world import a_bit_apart, all_but_tied, quota_of, rankings
 
 pytestmark = NEEDS_GPU_OR_INTERPRETER
 
@@ -33,8 +33,15 @@ pytestmark = NEEDS_GPU_OR_INTERPRETER
         pytest.param([33000], 9000, [0], marks=pytest.mark.slow),
     ],
 )
-def test_selection_is_exact(widths: list[int], k: int, scored: list[int]) -> None:
-    """Pages and blocks as by a sort on (score, age); padding of shorter windows holds the best scores."""
+@pytest.mark.parametrize("paired", [PAIRED, 0])
+def test_selection_is_exact(
+    widths: list[int], k: int, scored: list[int], paired: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages and blocks as by a sort on (score, age), by two bits a pass and by one; padding of shorter windows holds
+    the best scores."""
+    if paired == 0 and max(widths) > PAIRED:
+        pytest.skip("such windows are searched by one bit a pass")
+    monkeypatch.setattr("kvsieve.backends.triton.select.PAIRED", paired)
     torch.manual_seed(sum(widths))
     quota = quota_of(widths, k, scored)
     assert quota.window is not None and quota.table is not None
@@ -45,6 +52,14 @@ def test_selection_is_exact(widths: list[int], k: int, scored: list[int]) -> Non
         listed = wanted.listed().expand(wanted.pages.shape)
         assert torch.equal(chosen.pages[listed], wanted.pages[listed])
         assert torch.equal(chosen.blocks(quota.table)[listed], wanted.blocks(quota.table)[listed])
+
+
+@pytest.mark.parametrize("few", [1, 62, 63, 64])
+def test_pages_that_differ_by_a_bit(few: int) -> None:
+    """More pages than a count of ten bits holds."""
+    quota = quota_of([2046], 64, [0])
+    for scores in (all_but_tied(2046, few).to(DEVICE), a_bit_apart(2046, 1100, few).to(DEVICE)):
+        assert torch.equal(select(scores, quota, 1).pages, select_pages(scores, quota, 1).pages)
 
 
 def test_a_bound_that_lets_too_many_or_too_few_through_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,24 @@ def rankings(rows: int, heads: int, width: int) -> list[torch.Tensor]:
     ]
 
 
+def all_but_tied(width: int, few: int) -> torch.Tensor:
+    """Scores [1, 1, width]: nearly half of the pages are equal, ``few`` of these a last bit better, the others far
+    below; all lie scattered."""
+    scores = torch.full((width,), -1.0)
+    scores[::2][: width * 4 // 9] = 1.0
+    scores[::2][:few] = 1.0 + 2.0**-23
+    return scores[torch.randperm(width)].view(1, 1, width)
+
+
+def a_bit_apart(width: int, ones: int, twos: int) -> torch.Tensor:
+    """Scores [1, 1, width]: some pages lie one or two last bits above the others; of every 64 the sixth does not."""
+    steps = torch.zeros(width)
+    place = torch.tensor([page for page in range(width) if page % 64 != 5])[torch.randperm(width - (width + 58) // 64)]
+    steps[place[:ones]] = 1.0
+    steps[place[ones : ones + twos]] = 2.0
+    return (1.0 + steps * 2.0**-23).view(1, 1, width)
+
+
 class World:
     """Ragged requests on a page-major pool of NaN, each with a selection of its own per head."""
 

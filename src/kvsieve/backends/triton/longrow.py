@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kvsieve.backends.triton.launch import launch_options, let_next_start, power_of_two, wait_for_inputs
-from kvsieve.backends.triton.ranking import kth_largest, order_keys, take
+from kvsieve.backends.triton.ranking import choose, kth_largest, order_keys, take
 from kvsieve.plan import Quota
 from kvsieve.window import Window
 
@@ -58,7 +58,8 @@ def _bound_kernel(
         sampled = tl.sum(there.to(tl.int32), 0)
         rank = (k.to(tl.float32) * sampled / width).to(tl.int32)
         rank = tl.minimum(rank + rank // 4 + 16, sampled)
-        tl.store(bounds + row * heads + h, kth_largest(keys, rank, SAMPLES, 64, True).to(tl.int64))
+        bound, _ = kth_largest(keys, rank, SAMPLES, 64, True)
+        tl.store(bounds + row * heads + h, bound.to(tl.int64))
     let_next_start(PDL)
 
 
@@ -115,9 +116,8 @@ def finish_row(
         there = candidate < total
         page = tl.load(found + candidate, mask=there, other=0)
         keys = order_keys(tl.load(scores + page, mask=there, other=0.0), there)
-        threshold = kth_largest(keys, k, MOST, GROUPS)
-        ties = k - tl.sum((keys > threshold).to(tl.int32), 0)
-        chosen, place = take(keys, threshold, ties, 0, 0, MOST)
+        threshold, reached = kth_largest(keys, k, MOST, GROUPS)
+        chosen, place = choose(keys, k, threshold, reached, MOST)
         tl.store(pages_out + sink + place, (sink + page).to(tl.int64), mask=chosen)
         tl.store(blocks_out + sink + place, tl.load(table + sink + page, mask=chosen, other=0), mask=chosen)
     else:

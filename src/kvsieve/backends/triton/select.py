@@ -19,11 +19,13 @@ from kvsieve.backends.triton.launch import (
     wait_for_inputs,
 )
 from kvsieve.backends.triton.longrow import MOST, PIECE, bitmap_of, finish_row, row_of
-from kvsieve.backends.triton.ranking import kth_largest, order_keys, take
+from kvsieve.backends.triton.ranking import choose, kth_largest, order_keys
 from kvsieve.plan import Quota
 
 IN_REGISTERS = 8192
 """Pages of the widest window that one program holds at once."""
+PAIRED = 2048
+"""Pages of the widest window in which a search goes by two bits a pass, if programs have the GPU to themselves."""
 LIST = 128
 
 
@@ -54,10 +56,10 @@ def _select_kernel(
     scores, bitmap, found, requests, scored, pages, count, table, pages_out, blocks_out,
     words, s_b, s_h, t_b, o_b, o_h, sink, recent,
     BLOCK: tl.constexpr, GROUPS: tl.constexpr, WHOLE: tl.constexpr, ALL: tl.constexpr, REQUESTS: tl.constexpr,
-    RANKED: tl.constexpr, LIST: tl.constexpr, MOST: tl.constexpr, PIECE: tl.constexpr, AHEAD: tl.constexpr,
+    RANKED: tl.constexpr, LIST: tl.constexpr, MOST: tl.constexpr, PIECE: tl.constexpr, PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """The list of one segment. ``AHEAD``: blocks are read while scores come, of all window pages."""
+    """The list of one segment."""
     h = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64)
     total = tl.load(pages + b).to(tl.int32)
@@ -65,32 +67,27 @@ def _select_kernel(
     table += b * t_b
     pages_out += b * o_b + h * o_h
     blocks_out += b * o_b + h * o_h
+    k, width = kept - sink - recent, total - sink - recent
+    if RANKED and WHOLE:
+        page = tl.arange(0, BLOCK)
+        there = page < tl.where((k > 0) & (total > kept), width, 0)
+        block = tl.load(table + sink + page, mask=there, other=0)  # from the host: on its way before scores are there
     wait_for_inputs(PDL)
     if total == kept:
         _write_all(blocks_out, pages_out, table, total, LIST)
     else:
         if RANKED:
-            k = kept - sink - recent
-            width = total - sink - recent
             row = row_of(requests, scored, b, ALL, REQUESTS)
             scores += row * s_b + h * s_h
             if WHOLE:
-                page = tl.arange(0, BLOCK)
-                there = page < tl.where(k > 0, width, 0)
                 values = tl.load(scores + page, mask=there, other=0.0)
-                if AHEAD:
-                    block = tl.load(table + sink + page, mask=there, other=0)
                 _write_ends(blocks_out, pages_out, table, sink, recent, kept, total, LIST)
                 if k > 0:
                     keys = order_keys(values, there)
-                    threshold = kth_largest(keys, k, BLOCK, GROUPS)
-                    ties = k - tl.sum((keys > threshold).to(tl.int32), 0)
-                    chosen, place = take(keys, threshold, ties, 0, 0, BLOCK)
-                    at = sink + place
-                    if not AHEAD:
-                        block = tl.load(table + sink + page, mask=chosen, other=0)
-                    tl.store(pages_out + at, (sink + page).to(tl.int64), mask=chosen)
-                    tl.store(blocks_out + at, block, mask=chosen)
+                    threshold, reached = kth_largest(keys, k, BLOCK, GROUPS, False, PAIRS)
+                    chosen, place = choose(keys, k, threshold, reached, BLOCK)
+                    tl.store(pages_out + sink + place, (sink + page).to(tl.int64), mask=chosen)
+                    tl.store(blocks_out + sink + place, block, mask=chosen)
             else:
                 _write_ends(blocks_out, pages_out, table, sink, recent, kept, total, LIST)
                 if k > 0:
@@ -135,7 +132,7 @@ def select(scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
         *(words, *strides, table.stride(0), pages.stride(0), pages.stride(1), quota.sink, quota.recent),
         BLOCK=block, GROUPS=min(block if whole else MOST, power_of_two(k)), WHOLE=whole, ALL=scored == batch,
         REQUESTS=power_of_two(max(1, scored)), RANKED=ranked, LIST=LIST, MOST=MOST, PIECE=PIECE,
-        AHEAD=heads * batch <= multiprocessors(table.device),
+        PAIRS=heads * batch <= multiprocessors(table.device) and block <= PAIRED,
         num_warps=warps_for(block), **launch_options(table.device, heads * batch),
     )  # fmt: skip
     return Selection(pages, quota.count).in_blocks(blocks)

@@ -138,6 +138,8 @@ def print_stage(
     for one in ("blocks_ptr",) if summaries else ("widths_ptr", "requests_ptr"):
         printer.arguments.add(one, "input")
     stage = plan.stages[number]
+    if printer.holds_window:
+        _load_first(printer, list(stage.outputs.values()), set())
     if _crosses(stage.outputs, plan.written):
         for op in stage.outputs.values():  # all is read before anything is written, by whichever threads
             printer.solid(op, paged=True)
@@ -152,6 +154,18 @@ def print_stage(
         _store_output(printer, output, op, summaries)
     kernel = _kernel(name, printer, first=number == 0 and not summaries and not plan.hoisted)
     return replace(kernel, source=_function(kernel, _body(kernel, printer, summaries)))
+
+
+def _load_first(printer: Printer, ops: Sequence[Op], seen: set[int]) -> None:
+    """Load per-page values ahead of all else: they are on their way before the first fold waits for its own."""
+    for op in ops:
+        if id(op) in seen:
+            continue
+        seen.add(id(op))
+        if printer.plan.loads(op, printer.stage) or op.kind == "field":
+            printer.value(op)
+        else:
+            _load_first(printer, op.operands, seen)
 
 
 def _crosses(outputs: Mapping[str, Op], written: Collection[str]) -> bool:
