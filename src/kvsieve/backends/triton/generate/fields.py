@@ -45,6 +45,7 @@ def field(printer: Printer, op: Op, shift: int) -> Tile:
     place = "block" if printer.summaries else printer.row(shift) if name in printer.states else printer.block(shift)
     pointer = printer.arguments.add(f"{name}_ptr", "field", name)
     printer.loaded += op.elements
+    printer.held += op.elements
     printer.exact &= all(printer.pad(size) == size for size in op.statics)
     if printer.wide:
         return _row_of_heads(printer, op, pointer, place, valid)
@@ -130,6 +131,7 @@ def stored(printer: Printer, op: Op, shift: int) -> Tile:
     else:
         page, valid = (printer.page(rank, one) for one in printer.shifted(shift))
         row, masks, dims = f"({printer.segment(rank)} * width_bound + {page})", [valid], printer.full(op.statics)
+        printer.held += op.elements
     text = _load(printer, f"{scratch.name}_ptr", (f"{row}{times(op.elements)}",), masks, op.statics, rank)
     text += f".to({TRITON_TYPES[op.dtype]})" if op.dtype is torch.bool else ""
     return printer.named(op, Tile(text, dims), scratch.name)

@@ -84,6 +84,8 @@ class Kernel:
     """Rows that a page has in the tensor-core product that has the fewest."""
     loaded: int
     """Elements per page of the fields that it reads."""
+    held: int
+    """Elements per page that it loads, of fields and of what earlier stages have stored."""
     exact: bool
     """Whether no field that it reads is padded in a tile."""
     partials: bool
@@ -218,6 +220,7 @@ def _kernel(name: str, printer: Printer, first: bool = False) -> Kernel:
         printer.dots,
         printer.dot_rows,
         printer.loaded,
+        printer.held,
         printer.exact,
         bool(printer.found) and not printer.holds_window,
         printer.holds_window,

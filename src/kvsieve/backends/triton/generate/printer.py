@@ -55,6 +55,8 @@ class Printer:
     dot_rows: int = 0
     """Rows that a page has in the tensor-core product that has the fewest."""
     loaded: int = 0
+    held: int = 0
+    """Elements per page that are loaded, of fields and of what earlier stages have stored."""
     exact: bool = True
     vector_lines: list[str] = field(default_factory=list)
     combined: dict[tuple[Partial, str], list[Tile]] = field(default_factory=dict)

@@ -14,7 +14,7 @@ import triton.language as tl
 from kvsieve.backends.triton.generate.arguments import Argument, Scratch
 from kvsieve.backends.triton.generate.kernel import Kernel
 from kvsieve.backends.triton.generate.loader import load_source
-from kvsieve.backends.triton.generate.tuning import GATHERING, Tiling
+from kvsieve.backends.triton.generate.tuning import GATHERING, Tiling, registers
 from kvsieve.backends.triton.launch import AT_END, INTERPRETED, launch_options, power_of_two
 from kvsieve.paging.pool import LayerPool
 
@@ -95,6 +95,7 @@ class Launch:
             *constants,
             **{name: value for name, value in chosen.items() if name in kernel.chosen},
             **launch_options(self.pool.k.device, programs * self.requests, when),
+            maxnreg=registers(kernel, tile),
             num_warps=tile.warps,
             num_stages=tile.stages,
         )

@@ -39,6 +39,9 @@ WHOLE, WHOLE_EACH, WHOLE_PAGES = 16384, 8, 2048
 """For kernels whose programs hold whole windows: elements of the largest tile, those of a page at most, and the pages
 for which their warps are given."""
 WHOLE_PER_WARP, WHOLE_WARPS = 1024, 4
+REGISTERS, HELD = 64, 40
+"""Of a thread of such a kernel: registers with which four programs of 8 warps fit on a multiprocessor, and loaded values
+up to which it makes do with them."""
 GATHERED, GATHERING = 128, Tiling(1, 4)
 """Chunks of a stage above which a kernel of its own puts them together, and how it runs."""
 ELEMENTS_PER_WARP, LIGHT_PER_WARP = 2048, 512
@@ -56,6 +59,11 @@ def for_window(one: Tiling, width: int) -> Tiling:
     """The tile of a kernel whose programs hold windows of up to ``width`` pages."""
     pages = power_of_two(width, 16)
     return replace(one, pages=pages, warps=largest_power(max(1, min(16, one.warps * pages // one.pages))))
+
+
+def registers(kernel: Kernel, one: Tiling) -> int | None:
+    """Registers that a thread may have; None: as many as it takes."""
+    return REGISTERS if kernel.whole and kernel.held * one.pages <= HELD * 32 * one.warps else None
 
 
 def longest_window(kernel: Kernel) -> int:
