@@ -94,7 +94,7 @@ def test_a_score_waits_for_queries_that_were_copied(
 ) -> None:
     """It starts beside the kernel just before only where that has written nothing that it reads."""
     seen: list[Any] = []
-    monkeypatch.setattr(Generated, "launch", lambda self, variant, requests, width, call, pool: seen.append(call))
+    monkeypatch.setattr(Generated, "launch", lambda self, variant, requests, width, call, *_: seen.append(call))
     graphs = trace_flow(build_flow("gqa_quest_sparse_attention"), Geometry(4, 16, 16, 3))
     world = make_world(graphs, (3, 5, 2), 2, device=DEVICE)
     rows = world.window.lengths[: 3 + left_out]

@@ -42,8 +42,8 @@ UNFUSED = {"enable_fp_fusion": False}
 does not, and one number, such as a maximum and what it was taken of, would differ from lane to lane."""
 AT_END, ONCE_WAITED, AT_ONCE = 1, 2, 3
 """When a kernel lets the next one be set up: behind its own work, whose place the next would take; once its inputs are
-there, if it leaves room for the next; or at its start, where a score follows that may run beside it. Kernels compare
-``PDL`` with the numbers; 0 is without."""
+there, if it leaves room for the next or the next needs little (selection behind a score); or at its start, where a
+score follows that may run beside it. Kernels compare ``PDL`` with the numbers; 0 is without."""
 
 
 def launch_options(device: torch.device, programs: int | None = None, when: int = AT_END) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from kvsieve.backends.triton.generate.run import Built, Launch
 from kvsieve.backends.triton.generate.stages import HOISTED, StagePlan
 from kvsieve.backends.triton.generate.translate import translate
 from kvsieve.backends.triton.generate.tuning import GATHERED, for_window, is_wide, longest_window, tiling
-from kvsieve.backends.triton.launch import AT_ONCE, ONCE_WAITED
+from kvsieve.backends.triton.launch import AT_END, AT_ONCE, ONCE_WAITED
 from kvsieve.flow import flow_name
 from kvsieve.graph import FlowGraphs
 from kvsieve.paging.pool import LayerPool
@@ -125,10 +125,18 @@ class Generated:
             return print_as(Form(wide=True))
         return kernel
 
-    def launch(self, variant: Variant, requests: int, width: int, call: Mapping[str, Any], pool: LayerPool) -> None:
-        """Run all stages. ``call``: inputs by argument name."""
+    def launch(
+        self,
+        variant: Variant,
+        requests: int,
+        width: int,
+        call: Mapping[str, Any],
+        pool: LayerPool,
+        when: int = AT_END,
+    ) -> None:
+        """Run all stages. ``call``: inputs by argument name; ``when`` the last stage lets the next kernel start."""
         if self.whole is not None and width <= self.whole.longest:
-            self.whole.launch(variant, requests, width, call, pool)
+            self.whole.launch(variant, requests, width, call, pool, when)
             return
         built = self.built(variant)
         tilings = kept_tilings(built, variant.heads, pool.k.device, requests * width) or built.tilings
@@ -141,7 +149,8 @@ class Generated:
         for kernel, tile in built.ahead:
             running.start(kernel, tile, 1)
         for number, (kernel, tile) in enumerate(zip(built.kernels, tilings, strict=True)):
-            running.start(kernel, tile, chunks[number])
+            last = number + 1 == len(built.kernels)
+            running.start(kernel, tile, chunks[number], when if last else AT_END)
             if number in built.gatherings and chunks[number] > GATHERED:
                 running.gather(number, [one for one in self.scratch.values() if one.per_chunk and one.stage == number])
 
@@ -201,7 +210,8 @@ class ScoreProgram(Generated):
             "sink": window.sink,
             "page_size": window.page_size,
         }
-        self.launch(self._variant(q, pool), requests, window.width, call, pool)
+        # What follows is a small program per segment.
+        self.launch(self._variant(q, pool), requests, window.width, call, pool, ONCE_WAITED)
         return scores
 
     def tune(self, q: torch.Tensor, pool: LayerPool, window: Window, clock: Clock) -> Tuning:
@@ -223,16 +233,16 @@ class SummarizeProgram(Generated):
     def run(self, pool: LayerPool, blocks: torch.Tensor) -> None:
         """Compute and store the summary fields of full pages, given their blocks [C]; the null block is left alone."""
         if len(blocks):
-            call = {"blocks_ptr": blocks, "tokens": None, "count": len(blocks), "when": AT_ONCE}
-            self.launch(self._variant(pool), 1, len(blocks), call, pool)
+            call = {"blocks_ptr": blocks, "tokens": None, "count": len(blocks)}
+            self.launch(self._variant(pool), 1, len(blocks), call, pool, AT_ONCE)
 
     def store(self, pool: LayerPool, writes: Writes, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store the tokens k [B, H, D], v [B, H, Dv] of a step, one of each request, and summarize the pages that they
         fill: one kernel in place of two."""
         strides = (*k.stride(), *v.stride(), *pool.k.stride()[:3], *pool.v.stride()[:3])
         tokens = (writes.offsets, k, v, pool.k, pool.v, *strides)
-        call = {"blocks_ptr": writes.blocks, "tokens": tokens, "count": len(writes.blocks), "when": ONCE_WAITED}
-        self.launch(self._variant(pool), 1, len(writes.blocks), call, pool)
+        call = {"blocks_ptr": writes.blocks, "tokens": tokens, "count": len(writes.blocks)}
+        self.launch(self._variant(pool), 1, len(writes.blocks), call, pool, ONCE_WAITED)
 
     def tune(self, pool: LayerPool, blocks: torch.Tensor, clock: Clock) -> Tuning:
         """Try other tilings for launches like :meth:`run` with these arguments, which ``clock`` times."""

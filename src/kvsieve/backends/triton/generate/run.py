@@ -75,8 +75,8 @@ class Launch:
         count = self.requests * self.heads * pages * one.elements
         return torch.empty(count, dtype=dtype, device=self.pool.k.device)
 
-    def start(self, kernel: Kernel, tile: Tiling, chunks: int) -> None:
-        """Launch a kernel for so many chunks of each request."""
+    def start(self, kernel: Kernel, tile: Tiling, chunks: int, when: int = AT_END) -> None:
+        """Launch a kernel for so many chunks of each request. ``when``: it lets the next one start (:mod:`launch`)."""
         values = [self._find(one, kernel) for one in kernel.arguments if one.source != "pages"]
         shared = [self.call[name] for name in SHARED if name in self.call]
         constants = [self.tilings[int(one.key)].pages for one in kernel.arguments if one.source == "pages"]
@@ -87,7 +87,6 @@ class Launch:
         dealt = self._dealt(kernel, tile, chunks)
         programs = (dealt or chunks) * (1 if kernel.wide else self.heads // tile.each)
         chosen = {"REQUESTS": power_of_two(self.requests) if dealt else 0, "LATE": self.call.get("settled", False)}
-        when = self.call.get("when", AT_END)
         getattr(self.built.module, kernel.name)[programs, self.requests](
             *values,
             *shared,

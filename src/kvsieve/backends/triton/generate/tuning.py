@@ -40,8 +40,8 @@ WHOLE, WHOLE_EACH, WHOLE_PAGES = 16384, 8, 2048
 for which their warps are given."""
 WHOLE_PER_WARP, WHOLE_WARPS = 1024, 4
 REGISTERS, HELD = 64, 40
-"""Of a thread of such a kernel: registers with which four programs of 8 warps fit on a multiprocessor, and loaded values
-up to which it makes do with them."""
+"""Of a thread of such a kernel: registers with which four programs of 8 warps fit on a multiprocessor, and loaded
+values up to which it makes do with them."""
 GATHERED, GATHERING = 128, Tiling(1, 4)
 """Chunks of a stage above which a kernel of its own puts them together, and how it runs."""
 ELEMENTS_PER_WARP, LIGHT_PER_WARP = 2048, 512
