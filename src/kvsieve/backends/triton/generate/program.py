@@ -162,8 +162,7 @@ def _scratch(plan: StagePlan) -> dict[object, Scratch]:
         scratch[id(op)] = Scratch(names.new(op.name or op.kind), op.dtype, op.statics, False, HOISTED)
     for number, stage in enumerate(plan.stages):
         for op in stage.stored:
-            base = f"{op.data}_read" if op.kind == "field" else op.name or op.kind  # the field's own has its name
-            scratch[id(op)] = Scratch(names.new(base), op.dtype, op.statics, False, number)
+            scratch[id(op)] = Scratch(names.new(op.name or op.kind), op.dtype, op.statics, False, number)
         for partial in stage.partials:
             x = partial.operand
             for component in partial.components:

@@ -21,8 +21,7 @@ LEAVES = ("field", "query", "constant", "number", "position", "age", "count", "i
 NEAR = (*LEAVES, "map", "regroup", "permute", "expand", "reduce")
 """What a neighbouring page's value may be made of, if it is made anew there."""
 NEAR_ELEMENTS = 8
-STORED_BYTES, FIELD_BYTES, SECTOR_BYTES = 4, 2, 32
-"""Of an element that a stage stores for later ones, of one of a field, and the least that a GPU reads at a place."""
+STORED_BYTES, FIELD_BYTES = 4, 2
 HOISTED = -1
 """The stage of what is hoisted out of the others: computed of queries alone, ahead of them."""
 HOISTED_PRODUCTS, HOISTED_ELEMENTS = 4096, 4096
@@ -156,12 +155,11 @@ class StagePlan:
             self.stages[level].partials.append(partial)
         self._need(partial.operand, level)
 
-    def _is_cheaper_stored(self, op: Op) -> bool:
-        if not op.paged or (op.kind in LEAVES and not (self.whole and op.kind == "field")):
+    @staticmethod
+    def _is_cheaper_stored(op: Op) -> bool:
+        if not op.paged or op.kind in LEAVES:
             return False
-        # Programs that hold a window take a head each, and of a page what lies beside it for the other heads as well.
-        least = SECTOR_BYTES if self.whole else 0
-        read = sum(max(one.elements * FIELD_BYTES, least) for one in walk([op]) if one.kind == "field")
+        read = sum(one.elements * FIELD_BYTES for one in walk([op]) if one.kind == "field")
         return STORED_BYTES * op.elements < read
 
 
