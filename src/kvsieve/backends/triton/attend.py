@@ -65,7 +65,9 @@ def _attend_kernel(
     if first < tokens:
         last = tl.minimum(first + chunk, tokens)
         queries = tl.load(
-            q + b * q_b + h * q_h + head[:, None] * q_g + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0
+            q + b * q_b + h * q_h + head.to(tl.int64)[:, None] * q_g + d[None, :],
+            mask=real[:, None] & (d < D)[None, :],
+            other=0.0,
         )
         if WIDE:
             queries = queries.to(tl.float32)

@@ -5,6 +5,7 @@ Triton's interpreter has no libdevice: there they are written in ``tl``, good to
 """
 
 # mypy: ignore-errors
+# ruff: noqa: F401 (kernels find the imported names here)
 
 from __future__ import annotations
 
@@ -132,76 +133,23 @@ if INTERPRETED:
         return tl.where((b == 0) | (a == 1), 1.0, signed)
 
 else:
-    from triton.language.extra import libdevice
-
-    @triton.jit
-    def exp(x):
-        return libdevice.exp(x)
-
-    @triton.jit
-    def log1p(x):
-        return libdevice.log1p(x)
-
-    @triton.jit
-    def expm1(x):
-        return libdevice.expm1(x)
-
-    @triton.jit
-    def sinh(x):
-        return libdevice.sinh(x)
-
-    @triton.jit
-    def cosh(x):
-        return libdevice.cosh(x)
-
-    @triton.jit
-    def tanh(x):
-        return libdevice.tanh(x)
-
-    @triton.jit
-    def tan(x):
-        return libdevice.tan(x)
-
-    @triton.jit
-    def asinh(x):
-        return libdevice.asinh(x)
-
-    @triton.jit
-    def acosh(x):
-        return libdevice.acosh(x)
-
-    @triton.jit
-    def atanh(x):
-        return libdevice.atanh(x)
-
-    @triton.jit
-    def atan(x):
-        return libdevice.atan(x)
-
-    @triton.jit
-    def asin(x):
-        return libdevice.asin(x)
-
-    @triton.jit
-    def acos(x):
-        return libdevice.acos(x)
-
-    @triton.jit
-    def atan2(a, b):
-        return libdevice.atan2(a, b)
-
-    @triton.jit
-    def hypot(a, b):
-        return libdevice.hypot(a, b)
-
-    @triton.jit
-    def erfc(x):
-        return libdevice.erfc(x)
-
-    @triton.jit
-    def log10(x):
-        return libdevice.log10(x)
-
-    @triton.jit
-    def pow(a, b):
-        return libdevice.pow(a, b)
+    from triton.language.extra.cuda.libdevice import (
+        acos,
+        acosh,
+        asin,
+        asinh,
+        atan,
+        atan2,
+        atanh,
+        cosh,
+        erfc,
+        exp,
+        expm1,
+        hypot,
+        log1p,
+        log10,
+        pow,
+        sinh,
+        tan,
+        tanh,
+    )

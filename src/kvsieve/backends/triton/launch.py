@@ -21,7 +21,7 @@ def power_of_two(size: int, least: int = 1) -> int:
 
 def largest_power(number: int) -> int:
     """The largest power of two that is not above ``number``, at least 1."""
-    return 1 << number.bit_length() - 1
+    return 1 << max(0, number.bit_length() - 1)
 
 
 @cache

@@ -117,7 +117,7 @@ def finish_row(
         page = tl.load(found + candidate, mask=there, other=0)
         keys = order_keys(tl.load(scores + page, mask=there, other=0.0), there)
         threshold, reached = kth_largest(keys, k, MOST, GROUPS)
-        chosen, place = choose(keys, k, threshold, reached, MOST)
+        chosen, place = choose(keys, k, threshold, reached)
         tl.store(pages_out + sink + place, (sink + page).to(tl.int64), mask=chosen)
         tl.store(blocks_out + sink + place, tl.load(table + sink + page, mask=chosen, other=0), mask=chosen)
     else:
@@ -152,7 +152,7 @@ def _every_bit(scores, table, pages_out, blocks_out, sink, width, k, BLOCK: tl.c
     for start in range(0, width, BLOCK):
         there = start + page < width
         keys = order_keys(tl.load(scores + start + page, mask=there, other=0.0), there)
-        chosen, place = take(keys, threshold, ties, greaters, equals, BLOCK)
+        chosen, place = take(keys, threshold, ties, greaters, equals)
         chosen = chosen & there
         at = sink + place
         tl.store(pages_out + at, (sink + start + page).to(tl.int64), mask=chosen)

@@ -82,7 +82,7 @@ def _next_bits(above, k, bit, found, count):
 
 
 @triton.jit
-def choose(keys, k, threshold, count, BLOCK: tl.constexpr):
+def choose(keys, k, threshold, count):
     """Which keys are the k largest, and the place of each in the list; ``count`` keys reach ``threshold``, the k-th
     largest."""
     if count == k:
@@ -90,12 +90,12 @@ def choose(keys, k, threshold, count, BLOCK: tl.constexpr):
         place = tl.cumsum(chosen.to(tl.int32), 0) - 1
     else:
         ties = k - tl.sum((keys > threshold).to(tl.int32), 0)
-        chosen, place = take(keys, threshold, ties, 0, 0, BLOCK)
+        chosen, place = take(keys, threshold, ties, 0, 0)
     return chosen, place
 
 
 @triton.jit
-def take(keys, threshold, ties, greater_before, equal_before, BLOCK: tl.constexpr):
+def take(keys, threshold, ties, greater_before, equal_before):
     """Which of the keys are chosen, and the place of each in the list; ties by age: counts of those before."""
     greater = keys > threshold
     equal = keys == threshold

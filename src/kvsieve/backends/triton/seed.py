@@ -24,7 +24,7 @@ def _queries(q, q_n, q_g, first_row, rows, group, D: tl.constexpr, GROUP: tl.con
     query, g = row // GROUP, row % GROUP
     real = (query < rows) & (g < group)
     d = tl.arange(0, BLOCK_D)
-    at = q + query.to(tl.int64)[:, None] * q_n + g[:, None] * q_g + d[None, :]
+    at = q + query.to(tl.int64)[:, None] * q_n + g.to(tl.int64)[:, None] * q_g + d[None, :]
     values = tl.load(at, mask=real[:, None] & (d < D)[None, :], other=0.0)
     if WIDE:
         values = values.to(tl.float32)

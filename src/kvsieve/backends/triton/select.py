@@ -79,25 +79,23 @@ def _select_kernel(
         if RANKED:
             row = row_of(requests, scored, b, ALL, REQUESTS)
             scores += row * s_b + h * s_h
-            if WHOLE:
-                values = tl.load(scores + page, mask=there, other=0.0)
-                _write_ends(blocks_out, pages_out, table, sink, recent, kept, total, LIST)
-                if k > 0:
-                    keys = order_keys(values, there)
-                    threshold, reached = kth_largest(keys, k, BLOCK, GROUPS, False, PAIRS)
-                    chosen, place = choose(keys, k, threshold, reached, BLOCK)
-                    tl.store(pages_out + sink + place, (sink + page).to(tl.int64), mask=chosen)
-                    tl.store(blocks_out + sink + place, block, mask=chosen)
-            else:
-                _write_ends(blocks_out, pages_out, table, sink, recent, kept, total, LIST)
-                if k > 0:
-                    heads = tl.num_programs(0)
-                    finish_row(
-                        scores, bitmap + (row * heads + h) * words, found + (row * heads + h) * MOST, table, pages_out,
-                        blocks_out, sink, width, k, BLOCK // 32, MOST, GROUPS, PIECE,
-                    )  # fmt: skip
-        else:
-            _write_ends(blocks_out, pages_out, table, sink, recent, kept, total, LIST)
+        if RANKED and WHOLE:
+            values = tl.load(scores + page, mask=there, other=0.0)
+        _write_ends(blocks_out, pages_out, table, sink, recent, kept, total, LIST)
+        if RANKED and WHOLE:
+            if k > 0:
+                keys = order_keys(values, there)
+                threshold, reached = kth_largest(keys, k, BLOCK, GROUPS, False, PAIRS)
+                chosen, place = choose(keys, k, threshold, reached)
+                tl.store(pages_out + sink + place, (sink + page).to(tl.int64), mask=chosen)
+                tl.store(blocks_out + sink + place, block, mask=chosen)
+        elif RANKED:
+            heads = tl.num_programs(0)
+            if k > 0:
+                finish_row(
+                    scores, bitmap + (row * heads + h) * words, found + (row * heads + h) * MOST, table, pages_out,
+                    blocks_out, sink, width, k, BLOCK // 32, MOST, GROUPS, PIECE,
+                )  # fmt: skip
     let_next_start(PDL)
 
 
@@ -107,7 +105,8 @@ def warps_for(block: int) -> int:
 
 
 def select(scores: torch.Tensor | None, quota: Quota, heads: int) -> Selection:
-    """Lists of pages and of their blocks, from scores [Bs, H, W]."""
+    """Lists of pages and of their blocks, int64 [B, H, K], from float32 scores [Bs, H, W] of the requests in
+    ``quota.window``; None scores nothing: sink and recent pages are listed then."""
     table, window, batch = quota.table, quota.window, len(quota.count)
     assert table is not None
     if not quota.sparse:

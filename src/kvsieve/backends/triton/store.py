@@ -192,7 +192,7 @@ def _clear_kernel(
     """Forget the mass of those of a request's pages that hold any: few do."""
     b = tl.program_id(1).to(tl.int64)
     page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
-    head, offset = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_P)
+    head, offset = tl.arange(0, BLOCK_H).to(tl.int64), tl.arange(0, BLOCK_P)
     wait_for_inputs(PDL)
     row = tl.load(table + b * t_b + page, mask=page < width, other=0)[:, None]
     at = mass_sum + head[None, :] * s_h + row * s_r

@@ -14,9 +14,9 @@ class Counters:
 
     ``sparse_steps``: steps in which some request left pages out; ``dense_steps``: other steps that decoded;
     ``sparse_rows`` and ``dense_rows``: the same by decoded token. ``prefill_tokens``: attended densely, as prompts.
-    ``pages_seen`` and ``pages_kept``: of decoded tokens, over layers and KV heads that run the flow. ``bytes_saved``: K
-    and V that those did not read, less what scoring read. ``audits`` and ``captured``: how often, and what sum of
-    shares of the exact attention the selection held.
+    ``pages_seen`` and ``pages_kept``: of decoded tokens, over layers and KV heads that run the flow. ``bytes_dense``:
+    K and V of those; ``bytes_read``: what was read of them, and to score. ``audits`` and ``captured``: how often, and
+    what sum of shares of the exact attention the selection held. Totals never fall, as Prometheus wants it.
     """
 
     sparse_steps: int = 0
@@ -26,7 +26,8 @@ class Counters:
     prefill_tokens: int = 0
     pages_seen: int = 0
     pages_kept: int = 0
-    bytes_saved: int = 0
+    bytes_dense: int = 0
+    bytes_read: int = 0
     audits: int = 0
     captured: float = 0.0
 
@@ -34,13 +35,14 @@ class Counters:
         """Count some more, here and in Prometheus where vLLM exports it."""
         for name, amount in amounts.items():
             setattr(self, name, getattr(self, name) + amount)
-            if amount > 0 and name in _EXPORTED:
+            if name in _EXPORTED:
                 _EXPORTED[name].inc(amount)
 
     def as_dict(self) -> dict[str, float]:
-        """All totals by name, and ``captured_mass``: the mean over all audits, 0 before the first."""
+        """All totals by name, ``bytes_saved``, and ``captured_mass``: the mean over all audits, 0 before the first."""
         totals = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**totals, "captured_mass": self.captured / self.audits if self.audits else 0.0}
+        captured = self.captured / self.audits if self.audits else 0.0
+        return {**totals, "bytes_saved": self.bytes_dense - self.bytes_read, "captured_mass": captured}
 
 
 _EXPORTED: dict[str, Any] = {}

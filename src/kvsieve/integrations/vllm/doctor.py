@@ -70,7 +70,7 @@ def examine_server(url: str) -> Finding:
         what,
         True,
         f"{totals['sparse_rows']:.0f} tokens decoded sparsely, {totals['dense_rows']:.0f} densely; {kept:.1%} of pages "
-        f"attended, {totals['bytes_saved'] / 1e9:.2f} GB not read",
+        f"attended, {(totals['bytes_dense'] - totals['bytes_read']) / 1e9:.2f} GB not read",
     )
 
 

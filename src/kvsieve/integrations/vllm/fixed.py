@@ -29,7 +29,7 @@ class DecodeMemory:
     @torch.inference_mode(False)  # it outlives a forward pass
     def __init__(self, rows: int, tokens: int, page_size: int, block_size: int, device: torch.device) -> None:
         self.page_size, self.share = page_size, block_size // page_size
-        self.tokens, self.longest = tokens, -(-tokens // page_size)
+        self.tokens = tokens
         blocks = -(-tokens // block_size)
         self.table = torch.zeros(rows, blocks * self.share, dtype=torch.int64, device=device)
         self.lengths, self.pages, self.filled = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(3))

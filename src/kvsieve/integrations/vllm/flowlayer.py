@@ -18,6 +18,7 @@ from kvsieve.integrations.vllm.engine import Engine
 from kvsieve.integrations.vllm.fixed import FixedDecoding
 from kvsieve.integrations.vllm.mass import Prompt, StepMass
 from kvsieve.integrations.vllm.plan import Decoding
+from kvsieve.integrations.vllm.requests import RequestRows
 from kvsieve.integrations.vllm.tally import LayerKind
 from kvsieve.plan import Quota
 
@@ -53,13 +54,14 @@ class FlowLayer(ABC):
             return False
         return layer_index(name) not in self.engine.settings.skip_layers
 
-    def prepare(self, index: int, state_rows: int, device: torch.device) -> None:
-        """Trace the flow for this layer.
+    def prepare(self, index: int, requests: RequestRows | None, device: torch.device) -> None:
+        """Trace the flow for this layer; ``requests`` have state, if there are any.
 
         Raises:
             FlowError, ConfigError: the flow breaks a rule, or the backend refuses it.
         """
-        self.index, self.state_rows = index, state_rows
+        self.index, self.state_rows = index, 0 if requests is None else requests.total
+        self._request_rows = 0 if requests is None else requests.rows
         self.budget = self.engine.settings.budget_of(index)
         group = self.num_heads // self.num_kv_heads
         self.graphs, self.flow = self.engine.flow_for(index, self.head_size, group, self.scale, device)
@@ -75,6 +77,15 @@ class FlowLayer(ABC):
             2 * self.head_size * dtype.itemsize,
             graphs.score_bytes_per_page(dtype),
         )
+
+    def side_bytes(self, pages: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Bytes of the summaries of so many pages; of all rows of state, kept prompt queries among them."""
+        summaries = self.num_kv_heads * sum(spec.bytes(dtype) for spec in self.graphs.summary_fields.values())
+        state = self.num_kv_heads * sum(spec.bytes(dtype) for spec in self.graphs.state_fields.values())
+        mass = self.engine.settings.flow.mass
+        kept = mass.window or 0 if mass is not None and mass.seed != "none" else 0
+        queries = kept * self.num_heads * self.head_size * dtype.itemsize
+        return pages * summaries, self.state_rows * state + self._request_rows * queries
 
     def pool(self, kv_cache: torch.Tensor) -> PagePool:
         """The layer's pages; vLLM may exchange its cache, and put a larger one where a small one was."""
@@ -137,8 +148,9 @@ class FlowLayer(ABC):
             if prompt.update is not None:
                 self._seed(pool, prompt, asked)
             elif wanted.window is not None:
-                earlier = [] if prompt.fresh else [self._kept[prompt.row]]
-                self._kept[prompt.row] = torch.cat([*earlier, asked])[-wanted.window :].clone()
+                earlier = self._kept.pop(prompt.row, asked[:0])
+                asked = asked[-wanted.window :]
+                self._kept[prompt.row] = torch.cat([asked[:0] if prompt.fresh else earlier, asked])[-wanted.window :]
 
     def _seed(self, pool: PagePool, prompt: Prompt, q: torch.Tensor) -> None:
         """Add the attention of consecutive prompt queries [n, H, G, D] to their request's mass."""
@@ -153,7 +165,8 @@ class FlowLayer(ABC):
         exact = self.engine.backend.attend(q, pool, rows.rows, pages, self._options())[1]
         quota = self._quota(rows)
         held = torch.exp(lse - exact)[quota.pages > quota.count]
-        self.engine.counters.add(audits=1, captured=float(held.mean()))
+        if held.numel():  # budgets differ: this layer may attend everything where another does not
+            self.engine.counters.add(audits=1, captured=float(held.mean()))
 
 
 def layer_index(name: str) -> int:

@@ -51,13 +51,13 @@ class LayerGroup:
             return
         page_size = engine.settings.page_size
         refuse_block_size(page_size, block_size)
-        rows = self._follow_requests(engine, vllm_config, block_size) if engine.stateful else 0
+        if engine.stateful:
+            self._follow_requests(engine, vllm_config, block_size)
         for name, impl in self.sparse.items():
             refuse_layer(name, layers[name])
-            impl.prepare(layer_index(name), rows, device)
-        self.state_rows = rows
+            impl.prepare(layer_index(name), self.requests, device)
         self._tally = Tally([impl.kind(dtype) for impl in self.sparse.values()], engine.counters)
-        announce(engine, self.sparse, layers, rows, dtype)
+        announce(engine, self.sparse, len(layers), dtype)
 
     @property
     def engine(self) -> Engine | None:
@@ -66,14 +66,10 @@ class LayerGroup:
 
     def side_bytes(self, pages: int, dtype: torch.dtype) -> int:
         """Bytes of the summaries of so many pages and of all state, in all layers."""
-        total = 0
-        for impl in self.sparse.values():
-            for fields, count in ((impl.graphs.summary_fields, pages), (impl.graphs.state_fields, self.state_rows)):
-                total += count * impl.num_kv_heads * sum(spec.bytes(dtype) for spec in fields.values())
-        return total
+        return sum(sum(impl.side_bytes(pages, dtype)) for impl in self.sparse.values())
 
-    def _follow_requests(self, engine: Engine, vllm_config: Any, block_size: int) -> int:
-        """Make room for state; how many rows of it there are."""
+    def _follow_requests(self, engine: Engine, vllm_config: Any, block_size: int) -> None:
+        """Count the rows of state that requests may have."""
         page_size, mass = engine.settings.page_size, engine.settings.flow.mass
         concurrent = vllm_config.scheduler_config.max_num_seqs * vllm_config.parallel_config.pipeline_parallel_size
         pages = -(-vllm_config.model_config.max_model_len // page_size)
@@ -81,7 +77,6 @@ class LayerGroup:
         self.requests = RequestRows(concurrent, pages, page_size, block_size, seeded)
         if mass is not None:
             self.clock = MassClock(mass, self.requests.rows, page_size, block_size)
-        return self.requests.total
 
     def follow(self, batch: Batch, plan: BatchPlan) -> StepMass | None:
         """Give the step's requests their state, and their mass its decay; without state do nothing."""

@@ -37,7 +37,7 @@ class Tally:
         return decoding is not None and self._count_rows(decoding)
 
     def _count_rows(self, decoding: Decoding) -> bool:
-        sparse, kept, saved, heads = 0, 0, 0, 0
+        sparse, kept, dense, read, heads = 0, 0, 0, 0, 0
         held = int(decoding.lengths.sum())
         for kind, layers in self._kinds.items():
             quota = decoding.quota(kind.budget, kind.scores, kind.stateful)
@@ -47,13 +47,15 @@ class Tally:
             segments = layers * kind.heads
             heads += segments
             kept += segments * int(quota.count.sum())
-            saved += segments * (kind.token_bytes * (held - quota.tokens) - kind.score_bytes * scored)
+            dense += segments * kind.token_bytes * held
+            read += segments * (kind.token_bytes * quota.tokens + kind.score_bytes * scored)
         self._counters.add(
             sparse_rows=sparse,
             dense_rows=len(decoding.places) - sparse,
             pages_seen=heads * int(decoding.pages.sum()),
             pages_kept=kept,
-            bytes_saved=saved,
+            bytes_dense=dense,
+            bytes_read=read,
         )
         self._counters.add(**{"sparse_steps" if sparse else "dense_steps": 1})
         return sparse > 0

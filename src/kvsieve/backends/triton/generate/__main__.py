@@ -13,7 +13,7 @@ Backend `triton` prints the `score` and `summarize` of a flow as Triton source; 
 
 ## How data flows
 
-1. The checked graph of one request and one KV head becomes a program of a dozen kinds of op (`ir.py`), by one row of
+1. The checked graph of one request and one KV head becomes a program of twenty kinds of op (`ir.py`), by one row of
    the table below per ATen op. Algebra then finds contractions, and the bound `max(q * high, q * low).sum()` of an
    envelope (`patterns.py`): where `summarize` proves that `high` is the larger, it is two products.
 2. Reductions over the page axis cut the program into stages (`stages.py`); each is one kernel over chunks of pages.

@@ -17,7 +17,7 @@ from kvsieve.backends.base import Tuning
 from kvsieve.backends.triton.generate.kernel import Kernel
 from kvsieve.backends.triton.generate.loader import replace_file
 from kvsieve.backends.triton.generate.run import Built
-from kvsieve.backends.triton.generate.tuning import MOST_PAGES, Tiling, fewest_pages
+from kvsieve.backends.triton.generate.tuning import MOST_PAGES, MOST_WARPS, Tiling, fewest_pages
 from kvsieve.backends.triton.launch import INTERPRETED
 from kvsieve.cache import cache_dir
 from kvsieve.errors import ConfigError
@@ -26,7 +26,6 @@ Tilings = tuple[Tiling, ...]
 Clock = Callable[[], float | None]
 """Seconds of a launch with the tilings that are set; None if the GPU cannot hold them."""
 FILE = "tilings.json"
-MOST_WARPS = 16
 
 
 def work_class(pages: int) -> int:
@@ -41,11 +40,11 @@ def kept_tilings(built: Built, heads: int, device: torch.device, pages: int) -> 
     """
     if INTERPRETED and not built.tuned:
         return None
-    work = work_class(pages)
-    if work not in built.tuned:
-        found = _stored().get(_key(built, heads, device, work), ())
-        built.tuned[work] = tuple(Tiling(*one) for one in found) if len(found) == len(built.kernels) else None
-    return built.tuned[work]
+    case = device, work_class(pages)
+    if case not in built.tuned:
+        found = _stored().get(_key(built, heads, *case), ())
+        built.tuned[case] = tuple(Tiling(*one) for one in found) if len(found) == len(built.kernels) else None
+    return built.tuned[case]
 
 
 def tune(phase: str, built: Built, heads: int, device: torch.device, pages: int, scans: bool, clock: Clock) -> Tuning:
@@ -57,22 +56,22 @@ def tune(phase: str, built: Built, heads: int, device: torch.device, pages: int,
         scans: whether chunks of pages follow each other, which then have one size in all stages.
         clock: times a launch.
     """
-    work = work_class(pages)
+    case = device, work_class(pages)
     best = by_rule = tuple(built.tilings)
     tried = 1
     try:
-        least = first = _timed(built, work, by_rule, clock)
+        least = first = _timed(built, case, by_rule, clock)
         for stage, kernel in enumerate(built.kernels):
             for one in neighbours(kernel, best[stage], scans):
                 candidate = (*best[:stage], one, *best[stage + 1 :])
-                seconds = _timed(built, work, candidate, clock)
+                seconds = _timed(built, case, candidate, clock)
                 tried += 1
                 if seconds < least:
                     best, least = candidate, seconds
     finally:  # no trial stays
-        built.tuned[work] = best
+        built.tuned[case] = best
     if least < math.inf:
-        _keep(_key(built, heads, device, work), best)
+        _keep(_key(built, heads, *case), best)
     return Tuning(phase, tuple(map(astuple, by_rule)), first, tuple(map(astuple, best)), least, tried)
 
 
@@ -92,8 +91,8 @@ def neighbours(kernel: Kernel, one: Tiling, scans: bool) -> Iterator[Tiling]:
         yield replace(one, stages=one.stages + 1)
 
 
-def _timed(built: Built, work: int, tilings: Tilings, clock: Clock) -> float:
-    built.tuned[work] = tilings
+def _timed(built: Built, case: tuple[torch.device, int], tilings: Tilings, clock: Clock) -> float:
+    built.tuned[case] = tilings
     seconds = clock()
     return math.inf if seconds is None else seconds
 

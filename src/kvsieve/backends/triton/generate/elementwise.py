@@ -114,7 +114,7 @@ def _remainder(call: Call) -> Op:
 
 def _pow(call: Call) -> Op:
     b, exponent = call.builder, call.arguments["exponent"]
-    if isinstance(exponent, (int, float)) and exponent == int(exponent) and 0 < exponent <= 8:
+    if isinstance(exponent, (int, float)) and 0 < exponent <= 8 and exponent == int(exponent):
         x = b.cast(call.op("self"), call.dtype)
         return b.map("({0} * {0})" if exponent == 2 else f"f.int_pow({{0}}, {int(exponent)})", x)
     if not call.dtype.is_floating_point:
@@ -297,13 +297,15 @@ def rows() -> dict[str, Row]:
     table |= {name: Row(_div, "({0} / {1}), or f.floor_div", FEW) for name in ("div", "floor_divide")}
     table |= {name: Row(_remainder, f"f.{name}", "u of the dividend") for name in ("remainder", "fmod")}
     table["pow"] = Row(_pow, "products, sqrt, or f.pow", "a few u of each product; f.pow: (2 + |y log x|) u")
-    extremes = ("maximum", "minimum", "max.other", "min.other", "fmax", "fmin")
+    extremes = ("maximum", "minimum", "max.other", "min.other")
     table |= {name: Row(_extreme, "f.maximum or f.minimum, which keep NaN", EXACT) for name in extremes}
+    table |= {name: Row(_extreme, "the other operand where one is NaN", EXACT) for name in ("fmax", "fmin")}
     table |= {name: Row(_sign, "f.sign({0})", EXACT) for name in ("sign", "sgn")}
     table |= {name: Row(_clamp, "f.maximum, f.minimum", EXACT) for name in _CLAMPS}
     table |= {"where": Row(_where, "tl.where", EXACT), "masked_fill": Row(_masked_fill, "tl.where", EXACT)}
-    table |= {"lerp": Row(_lerp, "({0} + {2} * ({1} - {0}))", FEW)}
-    table |= {name: Row(_addcmul, "({0} + {3} * ({1} * {2}))", FEW) for name in ("addcmul", "addcdiv")}
+    table |= {"lerp": Row(_lerp, "({0} + {2} * ({1} - {0})); from {1} back where {2} >= 0.5", FEW)}
+    table |= {"addcmul": Row(_addcmul, "({0} + {3} * ({1} * {2}))", FEW)}
+    table |= {"addcdiv": Row(_addcmul, "({0} + {3} * ({1} / {2}))", FEW)}
     active = ("relu", "gelu", "leaky_relu", "softplus", "elu")
     table |= {name: Row(_activation, "its formula", FEW) for name in active}
     table["nan_to_num"] = Row(_nan_to_num, "tl.where", EXACT)

@@ -95,7 +95,7 @@ def query(printer: Printer, op: Op, shift: int) -> Tile:
     masks = [f"({g} < {group})"] * (printer.pad(group) != group) + [f"({d} < {width})"] * (printer.pad(width) != width)
     where = f"{printer.arguments.add('q_ptr', 'input')} + request * q_request + {printer.head(rank)} * q_head"
     mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
-    text = f"tl.load({where} + {g} * q_group + {d}{mask}).to(tl.float32)"
+    text = f"tl.load({where} + {g}.to(tl.int64) * q_group + {d}{mask}).to(tl.float32)"
     return Tile(text, printer.full(op.statics, 1))
 
 

@@ -84,7 +84,7 @@ def combined(printer: Printer, partial: Partial, until: str) -> list[Tile]:
     parts = [printer.scratch[partial, component] for component in partial.components]
     stage, rank = parts[0].stage, printer.lead + len(x.statics)
     dims = printer.full(x.statics, 1)
-    count = largest_power(max(1, min(256, COMBINED // max(x.elements, 1))))
+    count = largest_power(min(256, COMBINED // max(x.elements, 1)))
     end = f"tl.minimum((width + PAGES_{stage} - 1) // PAGES_{stage}, chunks_{stage})" if until == "chunks" else "chunk"
     printer.arguments.add(f"PAGES_{stage}", "pages", str(stage))
     results = []

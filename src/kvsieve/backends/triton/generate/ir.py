@@ -24,7 +24,8 @@ class Op:
     ``position``, ``age``, ``count`` (of window pages), ``iota`` (size); ``map`` (text with {0}, {1}, ...), ``regroup``,
     ``permute`` (order), ``expand``, ``gather`` (axis), ``reduce`` (kind, axes), ``scan`` (kind, axis), ``contract``
     (letters of both operands and of the result); over the page axis ``fold`` (kind; a softmax folds to a maximum and a
-    sum, ``part`` tells which), ``running`` (kind), ``shift`` (distance, what stands outside).
+    sum, ``part`` tells which), ``weights`` (terms of such a sum), ``running`` (kind), ``shift`` (distance, what stands
+    outside).
     """
 
     kind: str
@@ -75,8 +76,6 @@ def walk(roots: Sequence[Op]) -> Iterator[Op]:
 class Builder:
     """Makes ops; equal ops are made once."""
 
-    all_paged: bool = False
-    """Whether fields vary over pages without having a page axis: in ``summarize``."""
     name: str = ""
     line: str = ""
     _made: dict[Any, Op] = field(default_factory=dict)

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -31,16 +32,22 @@ def load_source(name: str, source: str) -> ModuleType:
 
 
 def _write(file_name: str, source: str) -> Path:
-    for folder in (cache_dir() / FOLDER, Path(tempfile.gettempdir()) / f"kvsieve-{os.getuid()}" / FOLDER):
-        path = folder / file_name
+    for folder in (lambda: cache_dir() / FOLDER, _own_folder):
         try:
+            path = folder() / file_name
             if not path.is_file() or path.read_text() != source:
-                folder.mkdir(parents=True, exist_ok=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(path, source)
         except OSError:
             continue
         return path
     raise OSError(f"generated kernels: expected {cache_dir()} or the temporary folder to be writable, received neither")
+
+
+@cache
+def _own_folder() -> Path:
+    """A temporary folder that nobody else could have filled: what lies in it is run."""
+    return Path(tempfile.mkdtemp(prefix="kvsieve-"))
 
 
 def replace_file(path: Path, text: str) -> None:

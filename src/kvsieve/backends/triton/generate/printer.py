@@ -340,9 +340,9 @@ class Printer:
         x, high = op.operands
         if self.holds_window:
             return folds.found(self, Partial("softmax", x))[2]
-        tiles = [self.aligned(one, op, shift) for one in (x, high)]
-        assert tiles[0].dims is not None and tiles[1].dims is not None
-        return Tile(f"f.exp({tiles[0].text} - {tiles[1].text})", joined(tiles[0].dims, tiles[1].dims))
+        values, base = self.align(self.solid(x, shift), x, op), self.aligned(high, op, shift)
+        assert values.dims is not None and base.dims is not None
+        return Tile(f"f.exp({values.text} - {base.text})", joined(values.dims, base.dims))
 
     def _running(self, op: Op, shift: int) -> Tile:
         return folds.continued(self, op, folds.combined(self, running_partial(op), "chunk"))

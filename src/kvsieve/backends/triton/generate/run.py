@@ -34,8 +34,8 @@ class Built:
     source: str
     ahead: list[tuple[Kernel, Tiling]] = field(default_factory=list)
     """What is computed of the queries alone, before all stages."""
-    tuned: dict[int, tuple[Tiling, ...] | None] = field(default_factory=dict)
-    """Tilings in place of these, by class of work (:mod:`~kvsieve.backends.triton.generate.autotune`)."""
+    tuned: dict[tuple[torch.device, int], tuple[Tiling, ...] | None] = field(default_factory=dict)
+    """Tilings in place of these, by GPU and class of work (:mod:`~kvsieve.backends.triton.generate.autotune`)."""
     _constants: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
 
     @cached_property

@@ -40,11 +40,6 @@ class Partial:
         """Names of what a chunk stores."""
         return ("max", "sum") if self.kind == "softmax" else (self.kind,)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of each component, for one segment and chunk."""
-        return self.operand.statics
-
 
 @dataclass
 class Stage:

@@ -34,7 +34,7 @@ def translate(flow: Flow, method: str, segment: SegmentGraph) -> Translated:
     Raises:
         Refused: an op without a row, or that its row refuses.
     """
-    builder = Builder(all_paged=method == "summarize")
+    builder = Builder()
     lines = FlowMethod(flow, method)
     values: dict[fx.Node, Results] = {}
     for name, node in segment.trace.inputs.items():

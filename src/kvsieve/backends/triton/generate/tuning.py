@@ -28,7 +28,8 @@ STREAM, WIDE_LIGHT = 32, 4096
 """A kernel that reads fewer elements per page is light: its limit in place of ``WIDE_FIXED``."""
 MOST = 1 << 18
 """Elements of one page (or of what does not vary over pages) above which nothing is generated."""
-MOST_PAGES = 512
+MOST_PAGES, MOST_WARPS = 512, 16
+"""Of a tile, and of the program that holds it."""
 DOT_LOADED, DOT_PAGES, DOT_HEADS, DOT_WARPS, DOT_STAGES = 8192, 32, 4, 2, 3
 """For kernels with tensor-core products: elements of the fields in a tile, its pages at most, heads that a program goes
 over, at most, warps and stages."""
@@ -58,7 +59,7 @@ def is_wide(kernel: Kernel, heads: int) -> bool:
 def for_window(one: Tiling, width: int) -> Tiling:
     """The tile of a kernel whose programs hold windows of up to ``width`` pages."""
     pages = power_of_two(width, 16)
-    return replace(one, pages=pages, warps=largest_power(max(1, min(16, one.warps * pages // one.pages))))
+    return replace(one, pages=pages, warps=largest_power(min(MOST_WARPS, one.warps * pages // one.pages)))
 
 
 def registers(kernel: Kernel, one: Tiling) -> int | None:
@@ -91,12 +92,12 @@ def tiling(kernel: Kernel, heads: int, name: str, summaries: bool = False) -> Ti
         return Tiling(pages, DOT_WARPS, DOT_STAGES, math.gcd(heads, DOT_HEADS))
     elements = kernel.largest * (heads if kernel.wide else 1)
     if summaries:
-        pages = largest_power(max(1, min(MOST_PAGES, SUMMARY_TILE // elements)))
-        return Tiling(pages, max(SUMMARY_WARPS, largest_power(min(16, pages * elements // ELEMENTS_PER_WARP or 1))))
-    pages = largest_power(max(1, min(MOST_PAGES, TILE // elements)))
+        pages = largest_power(min(MOST_PAGES, SUMMARY_TILE // elements))
+        return Tiling(pages, max(SUMMARY_WARPS, largest_power(min(MOST_WARPS, pages * elements // ELEMENTS_PER_WARP))))
+    pages = largest_power(min(MOST_PAGES, TILE // elements))
     held = max(pages * elements, kernel.fixed)
     each = LIGHT_PER_WARP if kernel.wide and kernel.loaded < STREAM else ELEMENTS_PER_WARP
-    warps = largest_power(max(1, min(16, held // each)))
+    warps = largest_power(min(MOST_WARPS, held // each))
     if kernel.wide and kernel.partials and kernel.loaded == kernel.largest:
         pages = min(MOST_PAGES, 2 * pages)  # one row a page leaves room, and what a chunk found is stored half as often
     return Tiling(pages, warps)

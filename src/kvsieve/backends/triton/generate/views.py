@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from kvsieve.backends.triton.generate.ir import Op
 from kvsieve.backends.triton.generate.tile import PAGES, Dim, Tile, axis_index, joined, reshaped, shape_text
 
@@ -73,7 +75,7 @@ def gathered(printer: Printer, op: Op, shift: int) -> Tile:
     base = source.text if source.dims == tuple(full) else f"tl.broadcast_to({source.text}, {shape_text(full)})"
     printer.count(full)
     base = _lengthened(printer, Tile(base, tuple(full)), axis, wanted[axis])
-    if str(op.dtype) == "torch.bool":
+    if op.dtype is torch.bool:
         return Tile(f"(tl.gather({base}.to(tl.int32), {held.text}, {axis}) != 0)", tuple(wanted))
     return Tile(f"tl.gather({base}, {held.text}, {axis})", tuple(wanted))
 
