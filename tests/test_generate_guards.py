@@ -14,10 +14,17 @@ import triton
 import triton.language as tl
 
 from generated_world import close, forms, make_world, run_beside_float64
-from kvsieve.backends.triton.generate import ScoreProgram, functions, generate_score, program, tuning
+from kvsieve.backends.triton.generate import (
+    ScoreProgram,
+    functions,
+    generate_score,
+    generate_summarize,
+    program,
+    tuning,
+)
 from kvsieve.backends.triton.generate.program import Variant
-from kvsieve.backends.triton.launch import INTERPRETED
-from kvsieve.flow import Flow
+from kvsieve.backends.triton.launch import AT_ONCE, INTERPRETED, ONCE_WAITED
+from kvsieve.flow import Flow, build_flow
 from kvsieve.graph import Geometry, trace_flow
 from triton_device import DEVICE, NEEDS_GPU_OR_INTERPRETER
 
@@ -182,6 +189,66 @@ def test_padding_adds_nothing_to_products(width: int, group: int) -> None:
     assert kernel.dots >= 3
     world = make_world(graphs, (1, 9, 0, 20), 2, torch.bfloat16, device=DEVICE)
     run_beside_float64(world, lambda what, x, y: close(2.0**-6 if what == "mean" else 4e-6)(what, x, y))
+
+
+class Shares(Flow):
+    """Shares of pages in softmaxes of one to three values; of no field, or of one that may be infinite."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"mean": k.mean(0)}
+
+    def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        mean = pages["mean"]
+        if self.what == "numbers":
+            alike = torch.zeros_like(pages["position"]).softmax(0) + torch.ones_like(mean[:, :3]).softmax(0).sum(1)
+            return alike + mean[:, 0]
+        return (mean @ q.T).softmax(0).sum(1)
+
+
+def test_shares_of_numbers() -> None:
+    graphs = trace_flow(Shares("numbers"), Geometry(5, 20, 20, 3))
+    run_beside_float64(make_world(graphs, (1, 9, 0, 20), 2, device=DEVICE), close(2e-6))
+
+
+def test_an_infinite_logit_leaves_no_share() -> None:
+    """In a window of one program as in chunks: NaN everywhere, as torch says."""
+    graphs = trace_flow(Shares("a field"), Geometry(5, 20, 20, 3))
+    world = make_world(graphs, (1, 9, 0, 20), 2, device=DEVICE)
+    world.pool.summaries["mean"].normal_()
+    world.pool.summaries["mean"][:, world.window.table[world.window.requests[1], world.window.sink + 4]] = torch.inf
+    for form in forms(generate_score(graphs)):
+        scores = form.run(world.q.abs(), world.pool, world.window)
+        assert scores[1, :, :9].isnan().all() and not scores[0, :, :1].isnan().any()
+
+
+@pytest.mark.parametrize("name", ["h2o", "gqa_block_sparse_attention", "tova", "block_sparse_attention"])
+def test_stages_wait_for_each_other(name: str) -> None:
+    """Each kernel waits once, also where it ends early; later stages look up places ahead of that, and read nothing
+    else."""
+    for form in forms(generate_score(trace_flow(build_flow(name), Geometry(16, 32, 32, 4)))):
+        for number, kernel in enumerate(form.built(Variant(2)).kernels):
+            late = ", LATE" if not number else ""
+            before, wait, after = kernel.source.partition(f"wait_for_inputs(PDL{late})")
+            assert wait and "wait_for_inputs" not in after and "tl.store" not in before
+            loaded = {word.split("_ptr")[0].split("(")[-1] for word in before.split("tl.load")[1:]}
+            assert loaded <= {"widths", "requests", "table", "row_table", "mass_scale", "lengths"}
+            early = f"let_next_start(PDL{late or ', True'})\n        return\n"
+            assert kernel.source.count("        return\n") == kernel.source.count(early) == 1
+            assert kernel.source.rstrip().endswith(f"let_next_start(PDL{late})")
+
+
+def test_when_programs_let_the_next_one_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A score at once where it runs, for selection is small; summaries by what follows them."""
+    seen: list[int] = []
+    monkeypatch.setattr(program.Generated, "launch", lambda self, *rest: seen.append(rest[-1]))
+    graphs = trace_flow(build_flow("h2o"), Geometry(4, 16, 16, 3))
+    world = make_world(graphs, (3, 5), 2, device=DEVICE)
+    generate_score(graphs).run(world.q, world.pool, world.window)
+    generate_summarize(graphs).run(world.pool, torch.tensor([1], device=DEVICE))
+    assert seen == [ONCE_WAITED, AT_ONCE]
 
 
 class Swapped(Flow):

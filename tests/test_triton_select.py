@@ -62,6 +62,18 @@ def test_pages_that_differ_by_a_bit(few: int) -> None:
         assert torch.equal(select(scores, quota, 1).pages, select_pages(scores, quota, 1).pages)
 
 
+@pytest.mark.parametrize("count", [1023, 1024, 1025])
+def test_as_many_alike_as_a_count_of_ten_bits_holds(count: int) -> None:
+    """They reach every candidate of the search: three counts of so many do not fit in one number from 1,024 on."""
+    quota = quota_of([2046], 64, [0])
+    scores = torch.full((2046,), -1.0)
+    scores[5::64] = 1.0
+    others = torch.tensor([page for page in range(2046) if page % 64 != 5])[torch.randperm(2014)]
+    scores[others[:count]] = 1.9999
+    scores = scores.view(1, 1, -1).to(DEVICE)
+    assert torch.equal(select(scores, quota, 1).pages, select_pages(scores, quota, 1).pages)
+
+
 def test_a_bound_that_lets_too_many_or_too_few_through_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     quota = quota_of([9000], 64, [0])
     scores = torch.randn(1, 1, 9000)

@@ -174,6 +174,21 @@ def test_mixed_and_single_steps_without_graphs() -> None:
     assert counted["audits"] == 3 and 0.3 < counted["captured_mass"] < 1
 
 
+def test_an_audit_where_one_layer_keeps_everything() -> None:
+    """The step is sparse by another layer's budget: nothing is left out here, and nothing is measured."""
+    cache = Cache(2, 20, 32, 60)
+    world = World(
+        {"flow": QUEST, "budget": SMALL, "page_size": 16, "audit_every": 1}, cache, 3, longest=512, graphs=False
+    )
+    world.admit(70)
+    batch = cache.step([0], 1, world.columns)
+    world.layer.budget = Budget(99)
+    step = world.planner.step(world.facts(batch))
+    assert not world.run(step, 1).isnan().any()
+    counted = world.engine.counters.as_dict()
+    assert counted["sparse_steps"] == 1 and counted["audits"] == 0 and counted["captured_mass"] == 0
+
+
 def test_a_batch_of_single_tokens_is_one_plan_where_graphs_are() -> None:
     """A graph cannot tell the last token of a prompt: its row is planned as a decode step, whoever runs it."""
     cache = Cache(1, 20, 16, 60)

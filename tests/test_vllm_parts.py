@@ -325,5 +325,17 @@ def test_tally_and_counters() -> None:
         "prefill_tokens": 5,
         "pages_seen": 2 * 15 * 18,
         "pages_kept": 2 * (4 * segments + 15 * 3),
+        "bytes_dense": 2 * 6 * 3 * 256 * 60,
+        "bytes_read": 2 * (256 * (60 * 3 + 16 * segments) + 40 * 13 * segments),
         "bytes_saved": 2 * segments * (256 * (60 - 16) - 40 * 13),
     }
+
+
+def test_totals_never_fall() -> None:
+    """A step in which scoring reads more than the selection saves."""
+    plan = BatchPlan.__new__(BatchPlan)
+    plan.decoding = _decoding(torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]], dtype=torch.int32), 60, 4, 16)
+    counters = Counters()
+    Tally([LayerKind(Budget(2, 1, 1), True, False, 3, 256, 4000)], counters).count(plan, 2)
+    counted = counters.as_dict()
+    assert counted["bytes_saved"] < 0 and min(vars(counters).values()) >= 0
