@@ -235,7 +235,7 @@ MUTANTS = [
            selects_in_long_windows, select),
     Mutant("the bound keeps too few and nobody looks", longrow, "(total >= k) & (total <= MOST)", "total <= MOST",
            with_a_high_bound, select),
-    Mutant("ties before a piece are forgotten", longrow, "ties, greaters, equals, BLOCK)", "ties, greaters, 0, BLOCK)",
+    Mutant("ties before a piece are forgotten", longrow, "ties, greaters, equals)", "ties, greaters, 0)",
            selects_in_long_windows, select),
     Mutant("the partial page is attended whole", store, "* P + length", "* P + (length + P - 1) // P * P", attends,
            attend),
