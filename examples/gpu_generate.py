@@ -124,6 +124,8 @@ def main(*arguments: str) -> None:
     """Run all cases."""
     flows = [word for before, word in pairwise(arguments) if before == "--flow"]
     cases = [word for word in arguments if "x" in word and word.replace("x", "").isdigit()]
+    if not torch.cuda.is_available():
+        sys.exit("expected a CUDA GPU, received none")
     model = llama()
     for case in cases or ["1x4096"]:
         batch, context = map(int, case.split("x"))

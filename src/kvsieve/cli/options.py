@@ -222,4 +222,5 @@ def check_device(name: str) -> None:
         reason = str(error).splitlines()[0]
         if "device string" in reason:  # torch lists all that it was ever ported to
             reason = "it is no name of a device"
-        raise ConfigError(f"--device {name}: expected a device of this machine, such as cpu; {reason}") from None
+        needs = "; it needs an NVIDIA GPU and a CUDA build of torch" if name.startswith("cuda") else ""
+        raise ConfigError(f"--device {name}: expected a device of this machine, such as cpu; {reason}{needs}") from None

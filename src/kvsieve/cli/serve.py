@@ -18,6 +18,7 @@ from kvsieve.errors import ConfigError
 from kvsieve.flow import choose_page_size, load_flow
 from kvsieve.integrations.vllm.config import KEY, default_backend, parse
 from kvsieve.integrations.vllm.doctor import PACKAGES, is_installed, serving_device
+from kvsieve.integrations.vllm.limits import refuse_backend, refuse_prefix_caching
 
 METRICS = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -42,6 +43,8 @@ def serve_command(
 ) -> None:
     """Serve a model with vLLM and a sparse-attention flow. Further options go to vllm serve: --port 8000, ..."""
     device = serving_device()
+    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
+        raise ConfigError(f"MODEL: expected a directory of safetensors or a hub path, received {model}: no directory")
     pages = {"topk": topk, "sink": sink, "recent": recent, "ratio": ratio, "tokens": budget_tokens}
     options: dict[str, Any] = {
         "flow": absolute(flow),
@@ -59,7 +62,8 @@ def serve_command(
     size = choose_page_size(built, page_size)
     chosen = choose_budget(built, size, budget_tokens, topk=topk, sink=sink, recent=recent, ratio=ratio)
     note_budget(built, chosen, asked=topk == 0)
-    parse(options, device)
+    refuse_backend(parse(options, device), device)
+    refuse_prefix_caching(built, "--no-enable-prefix-caching" not in context.args)
     words = [*vllm_command(), model, "--additional-config", json.dumps({KEY: options})]
     if device == "cuda" and not any(word.startswith("--attention-") for word in context.args):
         words += ["--attention-backend", "CUSTOM"]

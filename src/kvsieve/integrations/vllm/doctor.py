@@ -48,6 +48,7 @@ def serving_device() -> str:
 
 def examine_server(url: str) -> Finding:
     """Whether a server has decoded sparsely, by its Prometheus metrics."""
+    url = url if "://" in url else f"http://{url}"
     what = f"sparse decode at {url}"
     try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/metrics", timeout=10) as answer:

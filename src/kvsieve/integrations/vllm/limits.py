@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from kvsieve.errors import ConfigError
-from kvsieve.flow import flow_name
+from kvsieve.flow import Flow, flow_name
 from kvsieve.integrations.vllm.config import Settings
 
 
@@ -17,11 +17,7 @@ def refuse_what_vllm_lacks(settings: Settings, vllm_config: Any) -> None:
         ConfigError: with expected, received and the remedy.
     """
     flow, cache, parallel = settings.flow, vllm_config.cache_config, vllm_config.parallel_config
-    if flow.mass is not None and flow.mass.seed != "none" and cache.enable_prefix_caching:
-        raise ConfigError(
-            f"flow {flow_name(flow)} seeds its attention mass by the prompt's queries, and vLLM skips those of a "
-            "cached prefix: expected prefix caching to be off, received on; add --no-enable-prefix-caching"
-        )
+    refuse_prefix_caching(flow, cache.enable_prefix_caching)
     if cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise ConfigError(
             f"--kv-cache-dtype: expected auto (K and V in the model's own dtype), received {cache.cache_dtype}; leave "
@@ -49,6 +45,19 @@ def refuse_what_vllm_lacks(settings: Settings, vllm_config: Any) -> None:
         raise ConfigError(
             f"kvsieve: expected layers of a model that has {layers} (0 to {layers - 1}), received {beyond} in "
             "skip_layers or layer_budgets"
+        )
+
+
+def refuse_prefix_caching(flow: Flow, caching: bool) -> None:
+    """Refuse prefix caching beside attention mass that prompts seed.
+
+    Raises:
+        ConfigError: names the option that turns it off.
+    """
+    if flow.mass is not None and flow.mass.seed != "none" and caching:
+        raise ConfigError(
+            f"flow {flow_name(flow)} seeds its attention mass by the prompt's queries, and vLLM skips those of a "
+            "cached prefix: expected prefix caching to be off, received on; add --no-enable-prefix-caching"
         )
 
 
