@@ -150,7 +150,8 @@ class FlowLayer(ABC):
             elif wanted.window is not None:
                 earlier = self._kept.pop(prompt.row, asked[:0])
                 asked = asked[-wanted.window :]
-                self._kept[prompt.row] = torch.cat([asked[:0] if prompt.fresh else earlier, asked])[-wanted.window :]
+                both = torch.cat([asked[:0] if prompt.fresh else earlier, asked])
+                self._kept[prompt.row] = both[-wanted.window :].clone()
 
     def _seed(self, pool: PagePool, prompt: Prompt, q: torch.Tensor) -> None:
         """Add the attention of consecutive prompt queries [n, H, G, D] to their request's mass."""
