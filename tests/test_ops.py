@@ -73,15 +73,15 @@ def test_row(row: str, expression: str) -> None:
         torch.testing.assert_close(result, call(expression, segment), rtol=2e-6, atol=1e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
-def test_shares_in_a_long_window(name: str) -> None:
+@pytest.mark.parametrize(("name", "bound"), [("softmax", 1e-6), ("log_softmax", 2e-7)])
+def test_shares_in_a_long_window(name: str, bound: float) -> None:
     """However the flow orders its axes, they are as exact as along the last one."""
     torch.manual_seed(0)
     x = torch.randn(1, 33000, 2, 3)
     program = lower(traced(f"x.{name}(0)"))
     (out,) = program.module(torch.ones(1, 33000, dtype=torch.bool), x)
     exact = getattr(torch, name)(x.double(), 1)
-    assert ((out - exact).abs() <= 1e-6 * exact.abs()).all()
+    assert ((out - exact).abs() <= bound * exact.abs()).all()
 
 
 def test_median_of_an_expanded_tensor() -> None:

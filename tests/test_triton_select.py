@@ -18,29 +18,32 @@ from triton_world import a_bit_apart, all_but_tied, quota_of, rankings
 pytestmark = NEEDS_GPU_OR_INTERPRETER
 
 
+SHORT: list[tuple[list[int], int, list[int]]] = [
+    ([2, 2], 1, [0, 1]),
+    ([3, 64], 2, [0, 1]),
+    ([65, 7, 70], 6, [0, 2]),
+    ([2046, 300], 64, [0, 1]),
+]
+"""Widths that may be searched by two bits a pass, pages to choose, and the requests that are scored."""
+
+
 @pytest.mark.parametrize(
-    ("widths", "k", "scored"),
+    ("widths", "k", "scored", "paired"),
     [
-        ([2, 2], 1, [0, 1]),
-        ([3, 64], 2, [0, 1]),
-        ([65, 7, 70], 6, [0, 2]),
-        ([2046, 300], 64, [0, 1]),
-        ([2049, 2048], 2000, [0, 1]),
-        ([8192], 100, [0]),
-        ([8193, 5, 9001], 64, [0, 2]),
-        ([20000, 8200], 1024, [0, 1]),
-        pytest.param([33000], 8000, [0], marks=pytest.mark.slow),
-        pytest.param([33000], 9000, [0], marks=pytest.mark.slow),
+        *((*case, paired) for case in SHORT for paired in (PAIRED, 0)),
+        ([2049, 2048], 2000, [0, 1], PAIRED),
+        ([8192], 100, [0], PAIRED),
+        ([8193, 5, 9001], 64, [0, 2], PAIRED),
+        ([20000, 8200], 1024, [0, 1], PAIRED),
+        pytest.param([33000], 8000, [0], PAIRED, marks=pytest.mark.slow),
+        pytest.param([33000], 9000, [0], PAIRED, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("paired", [PAIRED, 0])
 def test_selection_is_exact(
     widths: list[int], k: int, scored: list[int], paired: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages and blocks as by a sort on (score, age), by two bits a pass and by one; padding of shorter windows holds
     the best scores."""
-    if paired == 0 and max(widths) > PAIRED:
-        pytest.skip("such windows are searched by one bit a pass")
     monkeypatch.setattr("kvsieve.backends.triton.select.PAIRED", paired)
     torch.manual_seed(sum(widths))
     quota = quota_of(widths, k, scored)
