@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvsieve.backends.triton.generate import matrices
 from kvsieve.backends.triton.generate.ir import Op, walk
+from kvsieve.backends.triton.generate.matrices import ROWS
 from kvsieve.backends.triton.generate.tile import PAGES, Dim, Tile, shape_text
 
 if TYPE_CHECKING:
     from kvsieve.backends.triton.generate.printer import Printer
 
-ROWS = 16
-"""Rows of the smallest tensor-core tile."""
 FEWEST, MOST = 2, 64
 """Query rows for which it pays, parts counted."""
+FEWEST_SUMMED = 8
+"""Products to be added up from which on it pays to fill a tile with zeros."""
 PARTS = 4
 """Rows in place of a computed one: its three parts, and zeros."""
 SIGNS = ("f.maximum({0}, {1})", "f.minimum({0}, {1})")
@@ -29,7 +31,7 @@ SIGNS = ("f.maximum({0}, {1})", "f.minimum({0}, {1})")
 
 def keeps_values(op: Op) -> bool:
     """Whether an op's values are stored ones (or zeros), so that the stored dtype holds them."""
-    if op.kind in ("regroup", "permute"):
+    if op.kind in ("regroup", "permute", "gather"):
         return keeps_values(op.operands[0])
     if op.kind == "map" and op.data in SIGNS:
         x, number = op.operands
@@ -67,7 +69,9 @@ def suits(op: Op, own_dtypes: frozenset[str], dtype: torch.dtype) -> bool:
     stored = not any(one.kind == "field" and one.data in own_dtypes for one in _sources(x))
     if not keeps_values(a):
         most = MOST // PARTS if dtype == torch.bfloat16 and a.dtype == torch.float32 else 0
-    return FEWEST <= count <= most and width >= ROWS and keeps_values(x) and stored
+    columns = [letter for letter, size in zip(second, x.shape, strict=True) if size and letter != summed[0]]
+    fewest = FEWEST_SUMMED if matrices.loads(x, second, columns, True) else ROWS
+    return FEWEST <= count <= most and width >= fewest and keeps_values(x) and stored
 
 
 def found(outputs: Sequence[Op], own_dtypes: frozenset[str], dtype: torch.dtype) -> list[Op]:
@@ -90,24 +94,24 @@ def printed(printer: Printer, op: Op, shift: int) -> Tile:
     sizes = {**dict(zip(first, a.shape, strict=True)), **dict(zip(second, x.shape, strict=True))}
     pads = {letter: printer.pad(size) for letter, size in sizes.items() if size is not None}
     height = math.prod(pads[one] for one in rows)
-    whole = keeps_values(a)
-    slots = max(1 if whole else PARTS, ROWS // height)
-    left = _matrix(printer, a, first, [*rows, summed], shift, (height, pads[summed]), ".to(DOT)" if whole else "")
-    dims = slots * height, pads[summed]
-    if not whole:
-        left = printer.assign(printer.names.new("parts"), Tile(f"f.in_parts({left}, {slots}, DOT)", dims)).text
-    elif slots > 1:
-        copies = f"tl.broadcast_to({left}[None, :, :], {shape_text((slots, height, pads[summed]))})"
-        left = printer.assign(printer.names.new("rows"), Tile(f"tl.reshape({copies}, {shape_text(dims)})", dims)).text
+    place = None if shift else matrices.loads(x, second, columns, printer.apart)
+    width = pads[summed] if place is None else matrices.padded(pads[summed])
+    slots = max(1 if keeps_values(a) else PARTS, ROWS // height)
+    left = _rows(printer, a, _matrix(printer, a, first, [*rows, summed], (height, pads[summed]), shift), slots, width)
     held = math.prod(pads[one] for one in columns)
     tall: Dim = f"PAGES * {held}" if held > 1 else PAGES
-    right = _matrix(printer, x, second.replace(page, ""), [*columns, summed], shift, (tall, pads[summed]), ".to(DOT)")
+    if place is None:
+        order = [*columns, summed]
+        right = f"tl.trans({_matrix(printer, x, second.replace(page, ''), order, (tall, pads[summed]), shift).text})"
+    else:
+        matrix = matrices.loaded(printer, x, place, second, columns, summed)
+        right = f"tl.trans({matrix.text})" if matrix.dims == (tall, width) else matrix.text
     printer.largest = max(printer.largest, held * pads[summed])
     printer.dot_rows = min(held, printer.dot_rows) if printer.dots else held
     printer.dots += 1
-    text = f"tl.trans(tl.dot({left}, tl.trans({right})))"
+    text = f"tl.trans(tl.dot({left}, {right}))"
     if slots > 1:
-        reduce = "tl.max" if whole else "tl.sum"
+        reduce = "tl.max" if keeps_values(a) else "tl.sum"
         text = f"{reduce}(tl.reshape({text}, {shape_text((tall, slots, height))}), 1)"
     result = printer.assign(printer.names.new("products"), Tile(text, (tall, height)), "", True)
     apart: tuple[Dim, ...] = (PAGES, *(pads[one] for one in (*columns, *rows)))
@@ -119,10 +123,23 @@ def printed(printer: Printer, op: Op, shift: int) -> Tile:
     return Tile(text, tuple(apart[axis] for axis in axes))
 
 
-def _matrix(
-    printer: Printer, x: Op, letters: str, order: list[str], shift: int, dims: tuple[Dim, Dim], cast: str
-) -> str:
-    """An operand as a matrix, its axes in order; cast first, as axes may move through shared memory.
+def _rows(printer: Printer, a: Op, rows: Tile, slots: int, width: int) -> str:
+    """Query rows [height, summed] so many times, or in parts; zeros up to ``width``."""
+    assert rows.dims is not None
+    height, summed = rows.dims
+    text, dims = rows.text, (slots * int(height), width)
+    if width != summed:
+        text = printer.assign(printer.names.new("wide"), Tile(f"f.widened({text}, {width})", (height, width))).text
+    if not keeps_values(a):
+        return printer.assign(printer.names.new("parts"), Tile(f"f.in_parts({text}, {slots}, DOT)", dims)).text
+    if slots == 1:
+        return text
+    copies = f"tl.broadcast_to({text}[None, :, :], {shape_text((slots, height, width))})"
+    return printer.assign(printer.names.new("rows"), Tile(f"tl.reshape({copies}, {shape_text(dims)})", dims)).text
+
+
+def _matrix(printer: Printer, x: Op, letters: str, order: list[str], dims: tuple[Dim, Dim], shift: int) -> Tile:
+    """An operand as a matrix, its axes in order; stored values are cast first, as axes may move through shared memory.
 
     What does not vary over pages is 0 where the axis that is summed is padded: computed, it might be anything there,
     and so might values of pages that were regrouped.
@@ -133,6 +150,6 @@ def _matrix(
         cut = printer.mask(tile, [letters.index(order[-1])], x.statics, "0.0")
         tile = printer.assign(printer.names.new("cut"), Tile(cut, tile.dims)) if cut != tile.text else tile
     axes = [0, *(1 + letters.index(letter) for letter in order)]
-    narrow = f"{tile.text}{cast}"
+    narrow = f"{tile.text}.to(DOT)" if keeps_values(x) else tile.text
     text = narrow if axes == sorted(axes) else f"tl.permute({narrow}, {shape_text(axes)})"
-    return text if tile.dims == dims and axes == sorted(axes) else f"tl.reshape({text}, {shape_text(dims)})"
+    return Tile(text if tile.dims == dims and axes == sorted(axes) else f"tl.reshape({text}, {shape_text(dims)})", dims)

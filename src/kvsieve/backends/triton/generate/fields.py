@@ -30,23 +30,26 @@ def _load(
     rank: int,
     more: str = "",
     outer: str = "",
+    picked: tuple[int, str] = (-1, ""),
 ) -> str:
-    """A load of contiguous static axes at places that have the axes of a tile; ``outer``: the stride of the first."""
-    offsets, mask = printer.inner(statics, rank, outer)
+    """A load of contiguous static axes at places that have the axes of a tile; ``outer``: the stride of the first,
+    ``picked``: an axis and the places along it."""
+    offsets, mask = printer.inner(statics, rank, outer, picked)
     where = " + ".join(part for part in (pointer, *places, offsets) if part)
     cut = " & ".join(part for part in (*masks, mask) if part)
     return f"tl.load({where}, mask={cut}, other=0{more})" if cut else f"tl.load({where}{more})"
 
 
-def field(printer: Printer, op: Op, shift: int) -> Tile:
-    """A stored field of the pages, through their table, in the dtype that is computed in; 0 beyond the window."""
-    name, rank = op.data, printer.lead + len(op.statics)
+def field(printer: Printer, op: Op, shift: int, pick: Op | None = None) -> Tile:
+    """A stored field of the pages, through their table, in the dtype that is computed in; 0 beyond the window.
+    ``pick``: what takes elements of it, if no others are to be loaded."""
+    name, rank, result = op.data, printer.lead + len(op.statics), pick or op
     valid = printer.shifted(shift)[1]
     place = "block" if printer.summaries else printer.row(shift) if name in printer.states else printer.block(shift)
     pointer = printer.arguments.add(f"{name}_ptr", "field", name)
-    printer.loaded += op.elements
-    printer.held += op.elements
-    printer.exact &= all(printer.pad(size) == size for size in op.statics)
+    printer.loaded += result.elements
+    printer.held += result.elements
+    printer.exact &= pick is None and all(printer.pad(size) == size for size in op.statics)
     if printer.wide:
         return _row_of_heads(printer, op, pointer, place, valid)
     places = (
@@ -54,10 +57,32 @@ def field(printer: Printer, op: Op, shift: int) -> Tile:
         f"{printer.page(rank, place)} * {printer.arguments.add(f'{name}_page', 'field_page', name)}",
     )
     outer = printer.arguments.add(f"{name}_token", "field_token", name) if printer.apart and name in TOKENS else ""
-    text = _load(printer, pointer, places, (printer.page(rank, valid),), op.statics, rank, _policy(op), outer)
+    masks, places_along = (printer.page(rank, valid),), _places_along(printer, pick, shift)
+    text = _load(printer, pointer, places, masks, op.statics, rank, policy(result), outer, places_along)
     text += f".to({TRITON_TYPES[op.dtype]})"
     text += " * mass_scale" if _scaled(printer, op) else ""
-    return Tile(text, printer.full(op.statics))
+    return Tile(text, printer.full(result.statics))
+
+
+def is_pick(printer: Printer, op: Op) -> bool:
+    """Whether a gather is a load of its own: not where all heads of a page are one row."""
+    return op.picks and not (printer.wide and op.operands[0].kind == "field")
+
+
+def picked(printer: Printer, op: Op, shift: int) -> Tile:
+    """The elements that a gather takes of a field or of the queries."""
+    x = op.operands[0]
+    return query(printer, x, shift, op) if x.kind == "query" else field(printer, x, shift, op)
+
+
+def _places_along(printer: Printer, pick: Op | None, shift: int) -> tuple[int, str]:
+    """A static axis and the places along it that are taken, cut to the axis, since padding holds anything."""
+    if pick is None:
+        return -1, ""
+    x, index = pick.operands
+    tile, axis = printer.align(printer.solid(index, shift), index, pick), x.static_axis(pick.data)
+    text = f"tl.minimum(tl.maximum({tile.text}, 0), {x.statics[axis] - 1})"
+    return axis, printer.assign(printer.names.new("places"), Tile(text, tile.dims)).text
 
 
 def _row_of_heads(printer: Printer, op: Op, pointer: str, place: str, valid: str) -> Tile:
@@ -66,12 +91,12 @@ def _row_of_heads(printer: Printer, op: Op, pointer: str, place: str, valid: str
     stride = printer.arguments.add(f"{op.data}_page", "field_page", op.data)
     row = f"HEADS * {op.elements}" if op.elements > 1 else "HEADS"
     where = f"{pointer} + {printer.page(2, place)} * {stride} + tl.arange(0, {row})[None, :]"
-    text = f"tl.load({where}, mask={printer.page(2, valid)}, other=0{_policy(op)}).to({TRITON_TYPES[op.dtype]})"
+    text = f"tl.load({where}, mask={printer.page(2, valid)}, other=0{policy(op)}).to({TRITON_TYPES[op.dtype]})"
     text = text if len(dims) == 2 else f"tl.reshape({text}, {shape_text(dims)})"
     return Tile(f"{text} * mass_scale" if _scaled(printer, op) else text, dims)
 
 
-def _policy(op: Op) -> str:
+def policy(op: Op) -> str:
     """A field that is read once should not push others out of the cache."""
     return ', eviction_policy="evict_first"' if op.elements >= STREAMED else ""
 
@@ -84,19 +109,22 @@ def _scaled(printer: Printer, op: Op) -> bool:
     return True
 
 
-def query(printer: Printer, op: Op, shift: int) -> Tile:
-    """The query rows of the request and KV head: float32 [1, group, head_dim]."""
+def query(printer: Printer, op: Op, shift: int, pick: Op | None = None) -> Tile:
+    """The query rows of the request and KV head: float32 [1, group, head_dim], or what ``pick`` takes of them."""
     rank = printer.lead + 2
-    group, width = op.statics
-    g = f"tl.arange(0, {printer.pad(group)}){axis_index(rank - 2, rank)}"
-    d = f"tl.arange(0, {printer.pad(width)}){axis_index(rank - 1, rank)}"
+    index = [f"tl.arange(0, {printer.pad(size)}){axis_index(rank - 2 + i, rank)}" for i, size in enumerate(op.statics)]
+    masks = [
+        f"({one} < {size})" if printer.pad(size) != size else "" for one, size in zip(index, op.statics, strict=True)
+    ]
     for name in ("q_request", "q_head", "q_group"):
         printer.arguments.add(name, "input")
-    masks = [f"({g} < {group})"] * (printer.pad(group) != group) + [f"({d} < {width})"] * (printer.pad(width) != width)
+    axis, places = _places_along(printer, pick, shift)
+    if pick is not None:
+        index[axis], masks[axis] = places, ""
     where = f"{printer.arguments.add('q_ptr', 'input')} + request * q_request + {printer.head(rank)} * q_head"
-    mask = f", mask={' & '.join(masks)}, other=0" if masks else ""
-    text = f"tl.load({where} + {g}.to(tl.int64) * q_group + {d}{mask}).to(tl.float32)"
-    return Tile(text, printer.full(op.statics, 1))
+    mask = f", mask={' & '.join(filter(None, masks))}, other=0" if any(masks) else ""
+    text = f"tl.load({where} + {index[0]}.to(tl.int64) * q_group + {index[1]}{mask}).to(tl.float32)"
+    return Tile(text, printer.full((pick or op).statics, 1))
 
 
 def constant(printer: Printer, op: Op, shift: int) -> Tile:

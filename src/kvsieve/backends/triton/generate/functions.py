@@ -140,6 +140,14 @@ def place_of(widths, share, PAGES: tl.constexpr, REQUESTS: tl.constexpr):
 
 
 @triton.jit
+def widened(x, SIZE: tl.constexpr):
+    """Rows x [ROWS, N], zeros behind them up to SIZE, a multiple of N."""
+    first = tl.arange(0, SIZE // x.shape[1])[None, :, None] == 0
+    copies = tl.where(first, x[:, None, :], tl.zeros([x.shape[0], SIZE // x.shape[1], x.shape[1]], x.dtype))
+    return tl.reshape(copies, [x.shape[0], SIZE])
+
+
+@triton.jit
 def in_parts(x, SLOTS: tl.constexpr, DOT: tl.constexpr):
     """Rows x [ROWS, N] of float32 as [SLOTS * ROWS, N] of a narrower dtype: parts that add up to x, then zeros."""
     first = x.to(DOT)

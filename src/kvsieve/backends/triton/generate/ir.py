@@ -52,6 +52,15 @@ class Op:
         """Elements per page."""
         return math.prod(self.statics)
 
+    @property
+    def picks(self) -> bool:
+        """Whether it takes elements of a stored value, the same for all pages, along one axis and all of the others."""
+        if self.kind != "gather" or self.operands[0].kind not in ("query", "field"):
+            return False
+        (x, index), axis = self.operands, self.data
+        others = (one.shape[:axis] + one.shape[axis + 1 :] for one in (x, self))
+        return not index.paged and x.shape[axis] != 1 and len(set(others)) == 1
+
     def static_axis(self, axis: int) -> int:
         """The place of a (non-page) axis among the static ones."""
         page = self.page_axis

@@ -59,6 +59,8 @@ class Printer:
     """Elements per page that are loaded, of fields and of what earlier stages have stored."""
     exact: bool = True
     vector_lines: list[str] = field(default_factory=list)
+    rows: dict[int, tuple[str, str, str]] = field(default_factory=dict)
+    """Names for matrices of so many rows a page (:mod:`matrices`)."""
     combined: dict[tuple[Partial, str], list[Tile]] = field(default_factory=dict)
     found: dict[Partial, list[Tile]] = field(default_factory=dict)
     _tiles: dict[tuple[int, int], Tile] = field(default_factory=dict)
@@ -230,8 +232,11 @@ class Printer:
 
     # Leaves
 
-    def inner(self, statics: Sequence[int], rank: int, outer: str = "") -> tuple[str, str]:
-        """Offsets and mask of the contiguous axes of a field; ``outer``: the stride of the first, if it is another."""
+    def inner(
+        self, statics: Sequence[int], rank: int, outer: str = "", picked: tuple[int, str] = (-1, "")
+    ) -> tuple[str, str]:
+        """Offsets and mask of the contiguous axes of a field; ``outer``: the stride of the first, if it is another;
+        ``picked``: an axis and the places along it, if not all."""
         offsets: list[str] = []
         masks: list[str] = []
         stride = 1
@@ -239,9 +244,10 @@ class Printer:
             size = statics[axis]
             if size > 1:
                 index = f"tl.arange(0, {self.pad(size)}){axis_index(rank - len(statics) + axis, rank)}"
+                index = picked[1] if axis == picked[0] else index
                 step: int | str = outer if outer and axis == 0 else stride
                 offsets.insert(0, index if step == 1 else f"{index} * {step}")
-                if self.pad(size) != size:
+                if self.pad(size) != size and axis != picked[0]:
                     masks.insert(0, f"({index} < {size})")
             stride *= size
         return " + ".join(offsets), " & ".join(masks)
@@ -284,7 +290,7 @@ class Printer:
         return self.aligned(op.operands[0], op, shift)
 
     def _gather(self, op: Op, shift: int) -> Tile:
-        return views.gathered(self, op, shift)
+        return fields.picked(self, op, shift) if fields.is_pick(self, op) else views.gathered(self, op, shift)
 
     def mask(self, tile: Tile, axes: Sequence[int], statics: Sequence[int], other: str) -> str:
         """The tile with ``other`` where padded along static axes."""

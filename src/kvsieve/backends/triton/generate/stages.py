@@ -52,10 +52,17 @@ class Stage:
 
 class StagePlan:
     """The stages of a program with ``outputs``; ``written`` are state fields that it writes in place; ``whole``:
-    programs of the last stage hold whole windows."""
+    programs of the last stage hold whole windows; ``products`` are for tensor cores."""
 
-    def __init__(self, outputs: Mapping[str, Op], written: Collection[str], whole: bool = False) -> None:
+    def __init__(
+        self,
+        outputs: Mapping[str, Op],
+        written: Collection[str],
+        whole: bool = False,
+        products: Collection[Op] = (),
+    ) -> None:
         self.written, self.whole = frozenset(written), whole
+        self._products = {id(op) for op in products}
         self._levels: dict[int, int] = {}
         for op in walk(list(outputs.values())):
             self._levels[id(op)] = self._level(op)
@@ -93,8 +100,18 @@ class StagePlan:
     def _level(self, op: Op) -> int:
         level = max((self._levels[id(operand)] for operand in op.operands), default=0)
         if op.kind in ("fold", "running") or self._is_far(op):
-            level = max(level, 1) if self.whole else level + 1
+            level = max(level, 1) if self.whole else level + 1 + self._is_folded_apart(op)
         return level
+
+    def _is_folded_apart(self, op: Op) -> bool:
+        """Whether a stage of its own reads stored products and folds them: tiles of tensor cores hold few pages, and
+        programs that wait for a fold read nothing meanwhile."""
+        (x,) = op.operands
+        return (
+            op.kind == "fold"
+            and self._is_cheaper_stored(x)
+            and any(id(one) in self._products and self._levels[id(one)] == self._levels[id(x)] for one in walk([x]))
+        )
 
     def _is_far(self, op: Op) -> bool:
         """Whether ``op`` takes neighbouring pages' values that an earlier stage must store, one for each page."""
@@ -127,13 +144,15 @@ class StagePlan:
         """What is made of long products of queries, or of elements picked from them, and the same for all pages."""
         of_queries: set[int] = set()
         long: set[int] = set()
+        indices = {id(op.operands[1]) for op in walk(outputs) if op.kind == "gather"}
         for op in walk(outputs):
             if op.paged or self.level(op):
                 continue
             operands = {id(one) for one in op.operands}
             if op.kind == "query" or operands & of_queries:
                 of_queries.add(id(op))
-                slow = op.kind == "gather" or (op.kind == "contract" and _products(op) >= HOISTED_PRODUCTS)
+                gathers = (op.kind == "gather" and not op.picks) or id(op) in indices
+                slow = gathers or (op.kind == "contract" and _products(op) >= HOISTED_PRODUCTS)
                 if slow or operands & long:
                     long.add(id(op))
         return {id(op) for op in walk(outputs) if id(op) in long and op.elements <= HOISTED_ELEMENTS}

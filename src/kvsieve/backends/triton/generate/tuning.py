@@ -30,9 +30,9 @@ MOST = 1 << 18
 """Elements of one page (or of what does not vary over pages) above which nothing is generated."""
 MOST_PAGES, MOST_WARPS = 512, 16
 """Of a tile, and of the program that holds it."""
-DOT_LOADED, DOT_PAGES, DOT_HEADS, DOT_WARPS, DOT_STAGES = 8192, 32, 4, 2, 3
-"""For kernels with tensor-core products: elements of the fields in a tile, its pages at most, heads that a program goes
-over, at most, warps and stages."""
+DOT_LOADED, DOT_PAGES, DOT_ROWS, DOT_HEADS, DOT_WARPS, DOT_STAGES = 8192, 32, 256, 4, 2, 3
+"""For kernels with tensor-core products: elements of the fields in a tile, its pages at most, their rows in the product
+that has the fewest, heads that a program goes over, at most, warps and stages."""
 SUMMARY_TILE, SUMMARY_WARPS = 2048, 4
 """For summarize, which few pages need at a time: elements of the largest tile, and warps."""
 FEWEST_DOT_ROWS = 16
@@ -53,7 +53,8 @@ def is_wide(kernel: Kernel, heads: int) -> bool:
     """Whether all heads go into one tile, by the kernel that takes one head at a time."""
     power = heads & (heads - 1) == 0
     fixed = WIDE_FIXED if kernel.loaded >= STREAM else WIDE_LIGHT
-    return power and heads > 1 and heads * kernel.largest <= WIDE and heads * kernel.fixed <= fixed
+    rows = power and heads > 1 and kernel.loaded > 0  # what stages leave each other lies head by head
+    return rows and heads * kernel.largest <= WIDE and heads * kernel.fixed <= fixed
 
 
 def for_window(one: Tiling, width: int) -> Tiling:
@@ -88,7 +89,8 @@ def tiling(kernel: Kernel, heads: int, name: str, summaries: bool = False) -> Ti
     if max(kernel.largest, kernel.fixed) > MOST:
         raise Refused(f"{name} holds {max(kernel.largest, kernel.fixed)} values of one page at once, above {MOST}")
     if kernel.dots:
-        pages = largest_power(max(fewest_pages(kernel), min(DOT_PAGES, 2 * DOT_LOADED // kernel.loaded - 1)))
+        most = min(DOT_PAGES, 2 * DOT_LOADED // kernel.loaded - 1, DOT_ROWS // kernel.dot_rows)
+        pages = largest_power(max(fewest_pages(kernel), most))
         return Tiling(pages, DOT_WARPS, DOT_STAGES, math.gcd(heads, DOT_HEADS))
     elements = kernel.largest * (heads if kernel.wide else 1)
     if summaries:
