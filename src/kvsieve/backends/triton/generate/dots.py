@@ -84,8 +84,7 @@ def _sources(op: Op) -> list[Op]:
 
 
 def printed(printer: Printer, op: Op, shift: int) -> Tile:
-    """``tl.dot`` of the rows and the pages' values. Fewer than 16 rows come several times, alike, and so do their
-    products, of which one is taken: what is made of them is no larger for it."""
+    """``tl.dot`` of the rows and the pages' values, and the sum of the products of a row's parts."""
     (a, x, first, second), output = _sides(op), op.data[2]
     summed = next(letter for letter in first if letter not in output)
     page = next(letter for letter, size in zip(second, x.shape, strict=True) if size is None)
@@ -96,8 +95,8 @@ def printed(printer: Printer, op: Op, shift: int) -> Tile:
     height = math.prod(pads[one] for one in rows)
     place = None if shift else matrices.loads(x, second, columns, printer.apart)
     width = pads[summed] if place is None else matrices.padded(pads[summed])
-    slots = max(1 if keeps_values(a) else PARTS, ROWS // height)
-    left = _rows(printer, a, _matrix(printer, a, first, [*rows, summed], (height, pads[summed]), shift), slots, width)
+    slots = 0 if keeps_values(a) else PARTS
+    left = _rows(printer, _matrix(printer, a, first, [*rows, summed], (height, pads[summed]), shift), slots, width)
     held = math.prod(pads[one] for one in columns)
     tall: Dim = f"PAGES * {held}" if held > 1 else PAGES
     if place is None:
@@ -110,9 +109,8 @@ def printed(printer: Printer, op: Op, shift: int) -> Tile:
     printer.dot_rows = min(held, printer.dot_rows) if printer.dots else held
     printer.dots += 1
     text = f"tl.trans(tl.dot({left}, {right}))"
-    if slots > 1:
-        reduce = "tl.max" if keeps_values(a) else "tl.sum"
-        text = f"{reduce}(tl.reshape({text}, {shape_text((tall, slots, height))}), 1)"
+    if slots:
+        text = f"tl.sum(tl.reshape({text}, {shape_text((tall, slots, height))}), 1)"
     result = printer.assign(printer.names.new("products"), Tile(text, (tall, height)), "", True)
     apart: tuple[Dim, ...] = (PAGES, *(pads[one] for one in (*columns, *rows)))
     text = result.text if len(apart) == 2 else f"tl.reshape({result.text}, {shape_text(apart)})"
@@ -123,19 +121,17 @@ def printed(printer: Printer, op: Op, shift: int) -> Tile:
     return Tile(text, tuple(apart[axis] for axis in axes))
 
 
-def _rows(printer: Printer, a: Op, rows: Tile, slots: int, width: int) -> str:
-    """Query rows [height, summed] so many times, or in parts; zeros up to ``width``."""
+def _rows(printer: Printer, rows: Tile, slots: int, width: int) -> str:
+    """Query rows [height, summed] with zeros up to ``width``; in parts, if they have ``slots``."""
     assert rows.dims is not None
     height, summed = rows.dims
-    text, dims = rows.text, (slots * int(height), width)
+    text, dims = rows.text, (height, width)
     if width != summed:
-        text = printer.assign(printer.names.new("wide"), Tile(f"f.widened({text}, {width})", (height, width))).text
-    if not keeps_values(a):
-        return printer.assign(printer.names.new("parts"), Tile(f"f.in_parts({text}, {slots}, DOT)", dims)).text
-    if slots == 1:
-        return text
-    copies = f"tl.broadcast_to({text}[None, :, :], {shape_text((slots, height, width))})"
-    return printer.assign(printer.names.new("rows"), Tile(f"tl.reshape({copies}, {shape_text(dims)})", dims)).text
+        text = printer.assign(printer.names.new("wide"), Tile(f"f.widened({text}, {width})", dims)).text
+    if slots:
+        parts = Tile(f"f.in_parts({text}, {slots}, DOT)", (slots * int(height), width))
+        text = printer.assign(printer.names.new("parts"), parts).text
+    return text
 
 
 def _matrix(printer: Printer, x: Op, letters: str, order: list[str], dims: tuple[Dim, Dim], shift: int) -> Tile:

@@ -277,12 +277,13 @@ def _put(
     statics: Sequence[int],
     rank: int,
     valid: str = "",
+    more: str = "",
 ) -> None:
     """Store contiguous static axes at places that have the axes of a tile."""
     offsets, mask = printer.inner(statics, rank)
     where = " + ".join(part for part in (pointer, *places, offsets) if part)
     cut = " & ".join(part for part in (valid, mask) if part)
-    printer.page_lines.append(f"tl.store({where}, {text}{f', mask={cut}' if cut else ''})")
+    printer.page_lines.append(f"tl.store({where}, {text}{f', mask={cut}' if cut else ''}{more})")
 
 
 def _store_partial(printer: Printer, scratch: Scratch, tile: Tile) -> None:
@@ -293,13 +294,15 @@ def _store_partial(printer: Printer, scratch: Scratch, tile: Tile) -> None:
 
 
 def _store(printer: Printer, op: Op, name: str, source: str, base: str) -> None:
-    """Per page: rows of the op's elements."""
+    """Per page: rows of the op's elements. What the next stage reads stays in the cache: written back to memory, it
+    would cost as much as reading a part of the fields."""
     rank = _rank(printer, op)
     tile = printer.solid(op, paged=True)
     pointer = printer.arguments.add(f"{name}_ptr", source, name)
     row = f"({base} + {printer.page(rank)}){times(op.elements)}"
     text = f"{tile.text}.to(tl.int8)" if op.dtype is torch.bool and source == "scratch" else tile.text
-    _put(printer, pointer, (row,), text, op.statics, rank, printer.valid(0, rank))
+    more = ', eviction_policy="evict_last"' if source == "scratch" else ""
+    _put(printer, pointer, (row,), text, op.statics, rank, printer.valid(0, rank), more)
 
 
 def _store_output(printer: Printer, name: str, op: Op, summaries: bool) -> None:

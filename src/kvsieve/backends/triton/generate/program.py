@@ -59,10 +59,10 @@ class Generated:
         whole: bool = False,
     ) -> None:
         self.title, self.states, self.summaries = title, frozenset(states), summaries
+        self.plan = StagePlan(outputs, self.states & set(outputs), whole)
+        self.scratch = _scratch(self.plan)
         narrow = (torch.bfloat16, torch.float16)
         self._dots = {dtype: dots.found(list(outputs.values()), own_dtypes, dtype) for dtype in narrow}
-        self.plan = StagePlan(outputs, self.states & set(outputs), whole, self._dots[torch.bfloat16])
-        self.scratch = _scratch(self.plan)
         self._built: dict[Variant, Built] = {}
         for dtype in (*narrow, None):  # refuses now, not at the first step
             self.built(Variant(narrow=dtype))

@@ -52,17 +52,10 @@ class Stage:
 
 class StagePlan:
     """The stages of a program with ``outputs``; ``written`` are state fields that it writes in place; ``whole``:
-    programs of the last stage hold whole windows; ``products`` are for tensor cores."""
+    programs of the last stage hold whole windows."""
 
-    def __init__(
-        self,
-        outputs: Mapping[str, Op],
-        written: Collection[str],
-        whole: bool = False,
-        products: Collection[Op] = (),
-    ) -> None:
+    def __init__(self, outputs: Mapping[str, Op], written: Collection[str], whole: bool = False) -> None:
         self.written, self.whole = frozenset(written), whole
-        self._products = {id(op) for op in products}
         self._levels: dict[int, int] = {}
         for op in walk(list(outputs.values())):
             self._levels[id(op)] = self._level(op)
@@ -100,18 +93,8 @@ class StagePlan:
     def _level(self, op: Op) -> int:
         level = max((self._levels[id(operand)] for operand in op.operands), default=0)
         if op.kind in ("fold", "running") or self._is_far(op):
-            level = max(level, 1) if self.whole else level + 1 + self._is_folded_apart(op)
+            level = max(level, 1) if self.whole else level + 1
         return level
-
-    def _is_folded_apart(self, op: Op) -> bool:
-        """Whether a stage of its own reads stored products and folds them: tiles of tensor cores hold few pages, and
-        programs that wait for a fold read nothing meanwhile."""
-        (x,) = op.operands
-        return (
-            op.kind == "fold"
-            and self._is_cheaper_stored(x)
-            and any(id(one) in self._products and self._levels[id(one)] == self._levels[id(x)] for one in walk([x]))
-        )
 
     def _is_far(self, op: Op) -> bool:
         """Whether ``op`` takes neighbouring pages' values that an earlier stage must store, one for each page."""

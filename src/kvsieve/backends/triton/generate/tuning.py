@@ -30,9 +30,9 @@ MOST = 1 << 18
 """Elements of one page (or of what does not vary over pages) above which nothing is generated."""
 MOST_PAGES, MOST_WARPS = 512, 16
 """Of a tile, and of the program that holds it."""
-DOT_LOADED, DOT_PAGES, DOT_ROWS, DOT_HEADS, DOT_WARPS, DOT_STAGES = 8192, 32, 256, 4, 2, 3
-"""For kernels with tensor-core products: elements of the fields in a tile, its pages at most, their rows in the product
-that has the fewest, heads that a program goes over, at most, warps and stages."""
+DOT_LOADED, DOT_PAGES, DOT_ROWS, DOT_HEADS, DOT_WARPS, DOT_STAGES = 8192, 32, 128, 4, 2, 3
+"""For kernels with tensor-core products: elements of the fields in a tile, its pages at most, their rows at most (such
+a tile has one warp, which need not wait for others), heads that a program goes over, at most, warps and stages."""
 SUMMARY_TILE, SUMMARY_WARPS = 2048, 4
 """For summarize, which few pages need at a time: elements of the largest tile, and warps."""
 FEWEST_DOT_ROWS = 16
@@ -91,7 +91,8 @@ def tiling(kernel: Kernel, heads: int, name: str, summaries: bool = False) -> Ti
     if kernel.dots:
         most = min(DOT_PAGES, 2 * DOT_LOADED // kernel.loaded - 1, DOT_ROWS // kernel.dot_rows)
         pages = largest_power(max(fewest_pages(kernel), most))
-        return Tiling(pages, DOT_WARPS, DOT_STAGES, math.gcd(heads, DOT_HEADS))
+        warps = 1 if pages * kernel.dot_rows >= DOT_ROWS else DOT_WARPS
+        return Tiling(pages, warps, DOT_STAGES, math.gcd(heads, DOT_HEADS))
     elements = kernel.largest * (heads if kernel.wide else 1)
     if summaries:
         pages = largest_power(min(MOST_PAGES, SUMMARY_TILE // elements))
