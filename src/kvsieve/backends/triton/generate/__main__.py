@@ -26,12 +26,13 @@ Backend `triton` prints the `score` and `summarize` of a flow as Triton source; 
    the first stores per page what the reductions are of, a program of the second holds a whole window.
 3. A kernel loads each field once through the page table, widens it to float32 and computes on tiles
    `[pages, (heads,) static axes]`. No size need be a power of two: tiles are padded, and what a reduction sees of the
-   padding, or of pages beyond the window, is its identity.
+   padding, or of pages beyond the window, is its identity. Elements that are picked from a field or from the queries,
+   the same for all pages, are loaded alone, also where the queries say which.
 4. Tiles have one of three forms. All heads of a page are one row of a tile if they lie side by side and their sizes
    are powers of two. Contractions of several query rows with stored 16-bit values run on tensor cores, a few heads one
-   after another; fewer rows than a tensor core takes come several times, rows that the flow computes from queries as
-   three parts of bfloat16, which hold all bits. Products are exact, sums are float32. All else runs one head at a time.
-   `tuning.py` holds the numbers.
+   after another; rows that the flow computes from queries are three parts of bfloat16, which hold all bits. A field of
+   several axes is loaded as the matrix that is multiplied, whichever of them is summed. Products are exact, sums are
+   float32. All else runs one head at a time. `tuning.py` holds the numbers.
 
 A flow is refused, with the reason, if an op has no row, or if the values of one page do not fit a tile; backend
 `triton+compiled` runs it then. An envelope with infinite keys scores NaN where the literal formula would not; so do

@@ -160,6 +160,10 @@ def index_axes(b: Builder, x: Op, indices: dict[int, Op]) -> Op:
         flat = index if flat is None else b.map("({0} * {2} + {1})", flat, index, b.number(size, torch.int64))
         total *= size
     assert flat is not None
+    if len(axes) == 1 and flat.page_axis is None:
+        (axis,) = axes
+        taken = b.take(x, axis, b.regroup(flat, (flat.elements,)))
+        return b.regroup(taken, (*x.shape[:axis], *flat.shape, *x.shape[axis + 1 :]))
     source = b.permute(x, [*rest, *axes])
     source = b.regroup(source, (*source.shape[: len(rest)], total))
     return _placed(b, x, source, flat, rest, axes)

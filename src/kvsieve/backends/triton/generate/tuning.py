@@ -31,10 +31,11 @@ MOST = 1 << 18
 MOST_PAGES, MOST_WARPS = 512, 16
 """Of a tile, and of the program that holds it."""
 DOT_LOADED, DOT_PAGES, DOT_ROWS, DOT_HEADS, DOT_WARPS, DOT_STAGES = 8192, 32, 128, 4, 2, 3
-"""For kernels with tensor-core products: elements of the fields in a tile, its pages at most, their rows at most (such
-a tile has one warp, which need not wait for others), heads that a program goes over, at most, warps and stages."""
-SUMMARY_TILE, SUMMARY_WARPS = 2048, 4
-"""For summarize, which few pages need at a time: elements of the largest tile, and warps."""
+"""For kernels with tensor-core products: elements of the fields in a tile, its pages at most, their rows at most (so
+many for one warp, which need not wait for others), heads that a program goes over, at most, warps and stages."""
+SUMMARY_TILE, SUMMARY_WARPS, SUMMARY_LOADED, SUMMARY_MADE = 2048, 2, 1024, 8192
+"""For summarize, which few pages need at a time: elements of the largest tile, warps at least, and elements of a warp,
+those that are loaded and those that are made of them."""
 FEWEST_DOT_ROWS = 16
 WHOLE, WHOLE_EACH, WHOLE_PAGES = 16384, 8, 2048
 """For kernels whose programs hold whole windows: elements of the largest tile, those of a page at most, and the pages
@@ -91,12 +92,15 @@ def tiling(kernel: Kernel, heads: int, name: str, summaries: bool = False) -> Ti
     if kernel.dots:
         most = min(DOT_PAGES, 2 * DOT_LOADED // kernel.loaded - 1, DOT_ROWS // kernel.dot_rows)
         pages = largest_power(max(fewest_pages(kernel), most))
-        warps = 1 if pages * kernel.dot_rows >= DOT_ROWS else DOT_WARPS
+        rows = pages * kernel.dot_rows
+        warps = DOT_WARPS if rows < DOT_ROWS else largest_power(min(MOST_WARPS, rows // DOT_ROWS))
         return Tiling(pages, warps, DOT_STAGES, math.gcd(heads, DOT_HEADS))
     elements = kernel.largest * (heads if kernel.wide else 1)
     if summaries:
         pages = largest_power(min(MOST_PAGES, SUMMARY_TILE // elements))
-        return Tiling(pages, max(SUMMARY_WARPS, largest_power(min(MOST_WARPS, pages * elements // ELEMENTS_PER_WARP))))
+        loaded = pages * kernel.loaded * (heads if kernel.wide else 1)
+        warps = max(SUMMARY_WARPS, loaded // SUMMARY_LOADED, pages * elements // SUMMARY_MADE)
+        return Tiling(pages, largest_power(min(MOST_WARPS, warps)))
     pages = largest_power(min(MOST_PAGES, TILE // elements))
     held = max(pages * elements, kernel.fixed)
     each = LIGHT_PER_WARP if kernel.wide and kernel.loaded < STREAM else ELEMENTS_PER_WARP
