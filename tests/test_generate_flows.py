@@ -277,7 +277,7 @@ class Parts(Flow):
 
 @pytest.mark.parametrize("group", [4, 3, 8, 16])
 def test_no_field_is_padded_for_tensor_cores(group: int) -> None:
-    """Query rows are as many as there are, however few; parts of a page are rows of a product."""
+    """Few query rows are not repeated; parts of a page are rows of a product."""
     graphs = trace_flow(Parts(), Geometry(8, 16, 16, group))
     (kernel,) = generate_score(graphs).built(Variant()).kernels
     assert kernel.dots == 2 and tuning.fewest_pages(kernel) == 4

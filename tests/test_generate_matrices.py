@@ -48,7 +48,7 @@ class Labels(Flow):
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("across", [True, False])
 @pytest.mark.parametrize(
-    ("channels", "page", "group", "products", "loaded"),
+    ("channels", "page", "group", "dots", "loaded"),
     [
         (8, 16, 3, 1, True),  # half of the sum is zeros
         (12, 4, 7, 1, True),  # padded, then zeros
@@ -59,14 +59,14 @@ class Labels(Flow):
         (8, 33, 3, 0, False),
     ],
 )
-def test_labels(
-    channels: int, page: int, group: int, products: int, loaded: bool, across: bool, dtype: torch.dtype
+def test_fields_are_loaded_as_matrices(
+    channels: int, page: int, group: int, dots: int, loaded: bool, across: bool, dtype: torch.dtype
 ) -> None:
-    """A field is loaded as the matrix that is multiplied, along whichever axis it lies, if nothing is padded."""
+    """Whichever axis is summed, if no other one is padded."""
     flow = Labels(channels, across, page == 4)
     graphs = trace_flow(flow, Geometry(page, 80, 80, group))
     (kernel,) = generate_score(graphs).built(Variant(3, dtype)).kernels
-    assert kernel.dots == products and ("label_matrix = tl.load(" in kernel.source) == loaded
+    assert kernel.dots == dots and ("label_matrix = tl.load(" in kernel.source) == loaded
     assert not loaded or not re.search(r"tl\.(permute|reshape)\(label", kernel.source)
     run_beside_float64(make_world(graphs, WIDTHS, 3, dtype, device=DEVICE), close(BOUNDS[dtype]))
 
@@ -83,7 +83,7 @@ class Crossed(Flow):
     """Two axes beside the summed one, apart in memory, and a first axis of size 1."""
 
     def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return {"parts": k[:4].unflatten(1, (16, 2)).permute(0, 1, 2)[None], "low": k[None, :1]}
+        return {"parts": k.unflatten(1, (16, 2))[None], "low": k[None, :1]}
 
     def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
         parts = torch.einsum("gd,wtdh->wtgh", q[:, :16], pages["parts"][:, 0])
@@ -119,7 +119,7 @@ def test_channels_that_queries_choose(page: int, dtype: torch.dtype) -> None:
 
 
 class Picking(Flow):
-    """Tokens, channels backwards and doubled, of a field, of K and of V; one index for each query head."""
+    """Picks from K, from V, from fields and from the queries; one of them differs by query head."""
 
     def __init__(self) -> None:
         self.twice = torch.tensor([2, 2, 0])
@@ -143,11 +143,56 @@ def test_picked_elements(page: int, width: int, heads: int, dtype: torch.dtype) 
     run_beside_float64(make_world(graphs, WIDTHS, heads, dtype, device=DEVICE), close(BOUNDS[dtype]))
 
 
-@pytest.mark.parametrize("page", [1, 16, 64, 512])
-def test_tiles_of_many_rows(page: int) -> None:
+@pytest.mark.parametrize(("page", "pages", "warps"), [(1, 32, 2), (16, 8, 1), (64, 2, 1), (512, 1, 4)])
+def test_tiles_of_many_rows(page: int, pages: int, warps: int) -> None:
     """A warp for 128 rows of a product, of a page at least; two for fewer."""
-    graphs = trace_flow(Labels(16, False, False), Geometry(page, 16, 16, 4))
-    built = generate_score(graphs).built(Variant())
+    built = generate_score(trace_flow(Labels(16, False, False), Geometry(page, 16, 16, 4))).built(Variant())
     (kernel,), (tile,) = built.kernels, built.tilings
-    assert kernel.dot_rows == page
-    assert (tile.pages, tile.warps) == {1: (32, 2), 16: (8, 1), 64: (2, 1), 512: (1, 4)}[page]
+    assert kernel.fewest_rows == kernel.most_rows == page
+    assert (tile.pages, tile.warps) == (pages, warps)
+
+
+class Twice(Flow):
+    """One field in two products and as it is; another product is taller."""
+
+    def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"ends": k[[0, -1]]}
+
+    def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        ends = pages["ends"]
+        low, high = (ends @ q.T).amin((1, 2)), (ends @ q.clamp(min=0).T).amax((1, 2))
+        return low + high + ends.square().sum((1, 2)) + (pages["k"] @ q.T).amax((1, 2))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_a_matrix_is_loaded_once(dtype: torch.dtype) -> None:
+    graphs = trace_flow(Twice(), Geometry(4, 80, 80, 3))
+    (kernel,) = generate_score(graphs).built(Variant(3)).kernels
+    assert kernel.dots == 3 and (kernel.fewest_rows, kernel.most_rows) == (2, 4)
+    assert kernel.source.count("tl.load(ends_ptr") + kernel.source.count("tl.load(\n            ends_ptr") == 2
+    run_beside_float64(make_world(graphs, WIDTHS, 3, dtype, device=DEVICE), close(BOUNDS[dtype]))
+
+
+class Scaled(Flow):
+    """Picked channels in a product of a later stage, behind a maximum over the window."""
+
+    def __init__(self) -> None:
+        self.channels = torch.arange(16)
+
+    def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"mean": k.mean(0)}
+
+    def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        scale = pages["mean"].abs().amax(0)[:16]
+        few = pages["k"][:, :, self.channels]
+        return ((q[:, self.channels] * scale) @ few.transpose(1, 2)).amax((1, 2))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_picked_elements_are_loaded_where_they_are_needed(dtype: torch.dtype) -> None:
+    """Storing them for a later stage would move more."""
+    graphs = trace_flow(Scaled(), Geometry(16, 64, 64, 4))
+    program = generate_score(graphs)
+    assert not any(stage.stored for stage in program.plan.stages)
+    assert [kernel.loaded for kernel in program.built(Variant(4)).kernels] == [64, 256]
+    run_beside_float64(make_world(graphs, WIDTHS, 4, dtype, device=DEVICE), close(BOUNDS[dtype]))

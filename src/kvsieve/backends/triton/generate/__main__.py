@@ -24,15 +24,15 @@ Backend `triton` prints the `score` and `summarize` of a flow as Triton source; 
    computed by a small kernel ahead of all stages, once for each request and KV head.
    Where a window's values fit one program (4,096 pages of four logits each), two stages do, however often pages meet:
    the first stores per page what the reductions are of, a program of the second holds a whole window.
-3. A kernel loads each field once through the page table, widens it to float32 and computes on tiles
+3. A kernel loads fields through the page table, widens them to float32 and computes on tiles
    `[pages, (heads,) static axes]`. No size need be a power of two: tiles are padded, and what a reduction sees of the
-   padding, or of pages beyond the window, is its identity. Elements that are picked from a field or from the queries,
-   the same for all pages, are loaded alone, also where the queries say which.
+   padding, or of pages beyond the window, is its identity. Elements that one index picks from a field, or from the
+   queries, for all pages alike are loaded alone; the index may come from the queries.
 4. Tiles have one of three forms. All heads of a page are one row of a tile if they lie side by side and their sizes
    are powers of two. Contractions of several query rows with stored 16-bit values run on tensor cores, a few heads one
    after another; rows that the flow computes from queries are three parts of bfloat16, which hold all bits. A field of
-   several axes is loaded as the matrix that is multiplied, whichever of them is summed. Products are exact, sums are
-   float32. All else runs one head at a time. `tuning.py` holds the numbers.
+   several axes is loaded as the matrix that is multiplied, whichever of them is summed, if the others need no padding.
+   Products are exact, sums are float32. All else runs one head at a time. `tuning.py` holds the numbers.
 
 A flow is refused, with the reason, if an op has no row, or if the values of one page do not fit a tile; backend
 `triton+compiled` runs it then. An envelope with infinite keys scores NaN where the literal formula would not; so do

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvsieve.backends.triton.generate import matrices
 from kvsieve.backends.triton.generate.ir import Op, walk
-from kvsieve.backends.triton.generate.matrices import ROWS
 from kvsieve.backends.triton.generate.tile import PAGES, Dim, Tile, shape_text
 
 if TYPE_CHECKING:
@@ -39,39 +39,62 @@ def keeps_values(op: Op) -> bool:
     return op.kind in ("query", "field") and op.dtype.is_floating_point
 
 
-def _sides(op: Op) -> tuple[Op, Op, str, str]:
-    """The operand that does not vary over pages, the other, and the letters of their axes."""
-    (a, x), (first, second, _) = op.operands, op.data
-    return (a, x, first, second) if x.paged else (x, a, second, first)
+@dataclass(frozen=True)
+class Product:
+    """A contraction over one axis of query rows [``row``, ``summed``] with pages [page, ``columns``, ``summed``], in
+    any order of the axes: ``first`` and ``second`` are their letters."""
+
+    rows: Op
+    pages: Op
+    first: str
+    second: str
+    row: str
+    summed: str
+    columns: tuple[str, ...]
+
+    def size(self, letter: str) -> int:
+        """The size of a static axis."""
+        own = self.rows.shape[self.first.index(letter)] if letter in self.first else None
+        return own or self.pages.shape[self.second.index(letter)] or 0
+
+    def matrix(self, apart: bool) -> matrices.Matrix | None:
+        """The matrix as which the pages are loaded, if they are; ``apart``: tokens do not follow each other."""
+        return matrices.matrix_of(self.pages, self.second, self.columns, self.summed, apart)
+
+
+def product(op: Op) -> Product | None:
+    """A contraction of that form; None for others."""
+    if op.kind != "contract":
+        return None
+    (rows, pages), (first, second, output) = op.operands, op.data
+    if not pages.paged:
+        rows, pages, first, second = pages, rows, second, first
+    if rows.paged or None in rows.shape or None not in pages.shape or len(first) != 2:
+        return None
+    summed = [letter for letter in first if letter not in output]
+    row = [letter for letter in first if letter in output]
+    if len(summed) != 1 or summed[0] not in second or row[0] in second:
+        return None
+    columns = tuple(
+        one for one, size in zip(second, pages.shape, strict=True) if size is not None and one not in summed
+    )
+    if any(one not in output for one in columns):
+        return None
+    return Product(rows, pages, first, second, row[0], summed[0], columns)
 
 
 def suits(op: Op, own_dtypes: frozenset[str], dtype: torch.dtype) -> bool:
     """Whether a contraction may run on tensor cores, of queries and pages in ``dtype``; ``own_dtypes`` are fields that
     are not stored in it."""
-    if op.kind != "contract":
+    one = product(op)
+    if one is None or not keeps_values(one.pages):
         return False
-    (a, x, first, second), output = _sides(op), op.data[2]
-    summed = [letter for letter in first if letter not in output]
-    rows = [letter for letter in first if letter in output]
-    if (
-        a.paged
-        or None not in x.shape
-        or len(summed) != 1
-        or len(rows) != 1
-        or summed[0] not in second
-        or None in a.shape
-    ):
-        return False
-    if set(rows) & set(second) or any(letter not in output for letter in second if letter != summed[0]):
-        return False
-    width, most = a.shape[first.index(summed[0])] or 0, MOST
-    count = math.prod(a.shape[first.index(letter)] or 1 for letter in rows)
-    stored = not any(one.kind == "field" and one.data in own_dtypes for one in _sources(x))
-    if not keeps_values(a):
-        most = MOST // PARTS if dtype == torch.bfloat16 and a.dtype == torch.float32 else 0
-    columns = [letter for letter, size in zip(second, x.shape, strict=True) if size and letter != summed[0]]
-    fewest = FEWEST_SUMMED if matrices.loads(x, second, columns, True) else ROWS
-    return FEWEST <= count <= most and width >= fewest and keeps_values(x) and stored
+    most = MOST
+    if not keeps_values(one.rows):
+        most = MOST // PARTS if dtype == torch.bfloat16 and one.rows.dtype == torch.float32 else 0
+    fewest = matrices.LEAST_SUMMED if one.matrix(apart=True) is None else FEWEST_SUMMED  # whatever engine stores it
+    stored = not any(leaf.kind == "field" and leaf.data in own_dtypes for leaf in _sources(one.pages))
+    return FEWEST <= one.size(one.row) <= most and one.size(one.summed) >= fewest and stored
 
 
 def found(outputs: Sequence[Op], own_dtypes: frozenset[str], dtype: torch.dtype) -> list[Op]:
@@ -83,64 +106,62 @@ def _sources(op: Op) -> list[Op]:
     return [op] if not op.operands else [leaf for operand in op.operands for leaf in _sources(operand)]
 
 
-def printed(printer: Printer, op: Op, shift: int) -> Tile:
+def printed(printer: Printer, op: Op) -> Tile:
     """``tl.dot`` of the rows and the pages' values, and the sum of the products of a row's parts."""
-    (a, x, first, second), output = _sides(op), op.data[2]
-    summed = next(letter for letter in first if letter not in output)
-    page = next(letter for letter, size in zip(second, x.shape, strict=True) if size is None)
-    rows = [letter for letter in first if letter != summed]
-    columns = [letter for letter in second if letter not in (summed, page)]
-    sizes = {**dict(zip(first, a.shape, strict=True)), **dict(zip(second, x.shape, strict=True))}
-    pads = {letter: printer.pad(size) for letter, size in sizes.items() if size is not None}
-    height = math.prod(pads[one] for one in rows)
-    place = None if shift else matrices.loads(x, second, columns, printer.apart)
-    width = pads[summed] if place is None else matrices.padded(pads[summed])
-    slots = 0 if keeps_values(a) else PARTS
-    left = _rows(printer, _matrix(printer, a, first, [*rows, summed], (height, pads[summed]), shift), slots, width)
-    held = math.prod(pads[one] for one in columns)
-    tall: Dim = f"PAGES * {held}" if held > 1 else PAGES
-    if place is None:
-        order = [*columns, summed]
-        right = f"tl.trans({_matrix(printer, x, second.replace(page, ''), order, (tall, pads[summed]), shift).text})"
+    one = product(op)
+    assert one is not None
+    pads = {letter: printer.pad(one.size(letter)) for letter in (one.row, one.summed, *one.columns)}
+    height, depth, per_page = pads[one.row], pads[one.summed], math.prod(pads[letter] for letter in one.columns)
+    tall: Dim = f"PAGES * {per_page}" if per_page > 1 else PAGES
+    left = _matrix(printer, one.rows, one.first, [one.row, one.summed], (height, depth))
+    matrix = one.matrix(printer.apart)
+    if matrix is None:
+        statics = "".join(letter for letter in one.second if letter in pads)
+        right = f"tl.trans({_matrix(printer, one.pages, statics, [*one.columns, one.summed], (tall, depth)).text})"
     else:
-        matrix = matrices.loaded(printer, x, place, second, columns, summed)
-        right = f"tl.trans({matrix.text})" if matrix.dims == (tall, width) else matrix.text
-    printer.largest = max(printer.largest, held * pads[summed])
-    printer.dot_rows = min(held, printer.dot_rows) if printer.dots else held
+        left, right = _deepened(printer, left, matrix.depth), matrices.printed(printer, matrix)
+    computed = not keeps_values(one.rows)
+    if computed:
+        dims = (PARTS * height, depth if matrix is None else matrix.depth)
+        left = printer.assign(printer.names.new("parts"), Tile(f"f.in_parts({left.text}, {PARTS}, DOT)", dims))
+    printer.largest = max(printer.largest, per_page * depth)
+    printer.fewest_rows = min(per_page, printer.fewest_rows) if printer.dots else per_page
+    printer.most_rows = max(per_page, printer.most_rows)
     printer.dots += 1
-    text = f"tl.trans(tl.dot({left}, {right}))"
-    if slots:
-        text = f"tl.sum(tl.reshape({text}, {shape_text((tall, slots, height))}), 1)"
+    text = f"tl.trans(tl.dot({left.text}, {right}))"
+    if computed:
+        text = f"tl.sum(tl.reshape({text}, {shape_text((tall, PARTS, height))}), 1)"
     result = printer.assign(printer.names.new("products"), Tile(text, (tall, height)), "", True)
-    apart: tuple[Dim, ...] = (PAGES, *(pads[one] for one in (*columns, *rows)))
-    text = result.text if len(apart) == 2 else f"tl.reshape({result.text}, {shape_text(apart)})"
-    order = [letter for letter in output if letter != page]
-    axes = [0, *(1 + [*columns, *rows].index(letter) for letter in order)]
+    return _in_order(one, result.text, (PAGES, *(pads[letter] for letter in one.columns), height), op.data[2])
+
+
+def _in_order(one: Product, text: str, dims: tuple[Dim, ...], output: str) -> Tile:
+    """Products [page, columns, row] with the axes of the result."""
+    text = text if len(dims) == 2 else f"tl.reshape({text}, {shape_text(dims)})"
+    letters = [*one.columns, one.row]
+    axes = [0, *(1 + letters.index(letter) for letter in output if letter in letters)]
     if axes != sorted(axes):
         text = f"tl.permute({text}, {shape_text(axes)})"
-    return Tile(text, tuple(apart[axis] for axis in axes))
+    return Tile(text, tuple(dims[axis] for axis in axes))
 
 
-def _rows(printer: Printer, rows: Tile, slots: int, width: int) -> str:
-    """Query rows [height, summed] with zeros up to ``width``; in parts, if they have ``slots``."""
+def _deepened(printer: Printer, rows: Tile, depth: int) -> Tile:
+    """Query rows [height, summed] with zeros up to ``depth`` products."""
     assert rows.dims is not None
-    height, summed = rows.dims
-    text, dims = rows.text, (height, width)
-    if width != summed:
-        text = printer.assign(printer.names.new("wide"), Tile(f"f.widened({text}, {width})", dims)).text
-    if slots:
-        parts = Tile(f"f.in_parts({text}, {slots}, DOT)", (slots * int(height), width))
-        text = printer.assign(printer.names.new("parts"), parts).text
-    return text
+    if rows.dims[1] == depth:
+        return rows
+    return printer.assign(
+        printer.names.new("deep"), Tile(f"f.zeros_behind({rows.text}, {depth})", (rows.dims[0], depth))
+    )
 
 
-def _matrix(printer: Printer, x: Op, letters: str, order: list[str], dims: tuple[Dim, Dim], shift: int) -> Tile:
+def _matrix(printer: Printer, x: Op, letters: str, order: list[str], dims: tuple[Dim, Dim]) -> Tile:
     """An operand as a matrix, its axes in order; stored values are cast first, as axes may move through shared memory.
 
     What does not vary over pages is 0 where the axis that is summed is padded: computed, it might be anything there,
     and so might values of pages that were regrouped.
     """
-    tile = printer.solid(x, shift)
+    tile = printer.solid(x)
     assert tile.dims is not None
     if not x.paged:
         cut = printer.mask(tile, [letters.index(order[-1])], x.statics, "0.0")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from kvsieve.backends.triton.generate.ir import TRITON_TYPES, Op
 from kvsieve.backends.triton.generate.stages import HOISTED
-from kvsieve.backends.triton.generate.tile import HEADS, PAGES, Dim, Tile, axis_index, shape_text, times
+from kvsieve.backends.triton.generate.tile import HEADS, PAGES, Dim, Tile, axis_index, clamped, shape_text, times
 from kvsieve.mass import FIELDS as MASS_FIELDS
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 TOKENS = ("k", "v")
 """Fields whose first axis is the tokens of a page, which an engine may keep apart in memory."""
+WHOLE: Mapping[int, str] = {}
+"""No axis of which only a part is loaded."""
 STREAMED = 32
 """Elements per page from which on a field is a stream."""
 
@@ -30,11 +32,11 @@ def _load(
     rank: int,
     more: str = "",
     outer: str = "",
-    picked: tuple[int, str] = (-1, ""),
+    index: Mapping[int, str] = WHOLE,
 ) -> str:
-    """A load of contiguous static axes at places that have the axes of a tile; ``outer``: the stride of the first,
-    ``picked``: an axis and the places along it."""
-    offsets, mask = printer.inner(statics, rank, outer, picked)
+    """A load of contiguous static axes at places that have the axes of a tile; ``outer``: the stride of the first;
+    ``index``: places along an axis of which not all is loaded."""
+    offsets, mask = printer.inner(statics, rank, outer, index)
     where = " + ".join(part for part in (pointer, *places, offsets) if part)
     cut = " & ".join(part for part in (*masks, mask) if part)
     return f"tl.load({where}, mask={cut}, other=0{more})" if cut else f"tl.load({where}{more})"
@@ -57,32 +59,27 @@ def field(printer: Printer, op: Op, shift: int, pick: Op | None = None) -> Tile:
         f"{printer.page(rank, place)} * {printer.arguments.add(f'{name}_page', 'field_page', name)}",
     )
     outer = printer.arguments.add(f"{name}_token", "field_token", name) if printer.apart and name in TOKENS else ""
-    masks, places_along = (printer.page(rank, valid),), _places_along(printer, pick, shift)
-    text = _load(printer, pointer, places, masks, op.statics, rank, policy(result), outer, places_along)
+    mask, index = printer.page(rank, valid), _index(printer, pick)
+    text = _load(printer, pointer, places, (mask,), op.statics, rank, eviction(result), outer, index)
     text += f".to({TRITON_TYPES[op.dtype]})"
     text += " * mass_scale" if _scaled(printer, op) else ""
     return Tile(text, printer.full(result.statics))
 
 
-def is_pick(printer: Printer, op: Op) -> bool:
-    """Whether a gather is a load of its own: not where all heads of a page are one row."""
-    return op.picks and not (printer.wide and op.operands[0].kind == "field")
-
-
-def picked(printer: Printer, op: Op, shift: int) -> Tile:
-    """The elements that a gather takes of a field or of the queries."""
+def picked(printer: Printer, op: Op) -> Tile:
+    """The elements that a gather picks of a field or of the queries."""
     x = op.operands[0]
-    return query(printer, x, shift, op) if x.kind == "query" else field(printer, x, shift, op)
+    return query(printer, x, 0, op) if x.kind == "query" else field(printer, x, 0, op)
 
 
-def _places_along(printer: Printer, pick: Op | None, shift: int) -> tuple[int, str]:
-    """A static axis and the places along it that are taken, cut to the axis, since padding holds anything."""
+def _index(printer: Printer, pick: Op | None) -> Mapping[int, str]:
+    """The places that are picked, by their static axis."""
     if pick is None:
-        return -1, ""
+        return WHOLE
     x, index = pick.operands
-    tile, axis = printer.align(printer.solid(index, shift), index, pick), x.static_axis(pick.data)
-    text = f"tl.minimum(tl.maximum({tile.text}, 0), {x.statics[axis] - 1})"
-    return axis, printer.assign(printer.names.new("places"), Tile(text, tile.dims)).text
+    tile, axis = printer.align(printer.solid(index), index, pick), x.static_axis(pick.data)
+    places = Tile(clamped(tile.text, x.statics[axis]), tile.dims)
+    return {axis: printer.assign(printer.names.new("places"), places).text}
 
 
 def _row_of_heads(printer: Printer, op: Op, pointer: str, place: str, valid: str) -> Tile:
@@ -91,12 +88,12 @@ def _row_of_heads(printer: Printer, op: Op, pointer: str, place: str, valid: str
     stride = printer.arguments.add(f"{op.data}_page", "field_page", op.data)
     row = f"HEADS * {op.elements}" if op.elements > 1 else "HEADS"
     where = f"{pointer} + {printer.page(2, place)} * {stride} + tl.arange(0, {row})[None, :]"
-    text = f"tl.load({where}, mask={printer.page(2, valid)}, other=0{policy(op)}).to({TRITON_TYPES[op.dtype]})"
+    text = f"tl.load({where}, mask={printer.page(2, valid)}, other=0{eviction(op)}).to({TRITON_TYPES[op.dtype]})"
     text = text if len(dims) == 2 else f"tl.reshape({text}, {shape_text(dims)})"
     return Tile(f"{text} * mass_scale" if _scaled(printer, op) else text, dims)
 
 
-def policy(op: Op) -> str:
+def eviction(op: Op) -> str:
     """A field that is read once should not push others out of the cache."""
     return ', eviction_policy="evict_first"' if op.elements >= STREAMED else ""
 
@@ -118,8 +115,7 @@ def query(printer: Printer, op: Op, shift: int, pick: Op | None = None) -> Tile:
     ]
     for name in ("q_request", "q_head", "q_group"):
         printer.arguments.add(name, "input")
-    axis, places = _places_along(printer, pick, shift)
-    if pick is not None:
+    for axis, places in _index(printer, pick).items():
         index[axis], masks[axis] = places, ""
     where = f"{printer.arguments.add('q_ptr', 'input')} + request * q_request + {printer.head(rank)} * q_head"
     mask = f", mask={' & '.join(filter(None, masks))}, other=0" if any(masks) else ""

@@ -140,11 +140,11 @@ def place_of(widths, share, PAGES: tl.constexpr, REQUESTS: tl.constexpr):
 
 
 @triton.jit
-def widened(x, SIZE: tl.constexpr):
-    """Rows x [ROWS, N], zeros behind them up to SIZE, a multiple of N."""
+def zeros_behind(x, SIZE: tl.constexpr):
+    """Rows x [ROWS, N] and zeros up to SIZE, a multiple of N."""
     first = tl.arange(0, SIZE // x.shape[1])[None, :, None] == 0
-    copies = tl.where(first, x[:, None, :], tl.zeros([x.shape[0], SIZE // x.shape[1], x.shape[1]], x.dtype))
-    return tl.reshape(copies, [x.shape[0], SIZE])
+    padded = tl.where(first, x[:, None, :], tl.zeros([x.shape[0], SIZE // x.shape[1], x.shape[1]], x.dtype))
+    return tl.reshape(padded, [x.shape[0], SIZE])
 
 
 @triton.jit

@@ -54,12 +54,13 @@ class Op:
 
     @property
     def picks(self) -> bool:
-        """Whether it takes elements of a stored value, the same for all pages, along one axis and all of the others."""
+        """Whether it takes elements of a field or of the queries, the same for all pages, along an axis longer than 1,
+        and all along the others: they are loaded, and nothing else of it."""
         if self.kind != "gather" or self.operands[0].kind not in ("query", "field"):
             return False
         (x, index), axis = self.operands, self.data
-        others = (one.shape[:axis] + one.shape[axis + 1 :] for one in (x, self))
-        return not index.paged and x.shape[axis] != 1 and len(set(others)) == 1
+        others = x.shape[:axis] == self.shape[:axis] and x.shape[axis + 1 :] == self.shape[axis + 1 :]
+        return others and not index.paged and x.shape[axis] != 1
 
     def static_axis(self, axis: int) -> int:
         """The place of a (non-page) axis among the static ones."""

@@ -80,14 +80,15 @@ class Kernel:
     largest: int
     fixed: int
     dots: int
-    dot_rows: int
-    """Rows that a page has in the tensor-core product that has the fewest."""
+    fewest_rows: int
+    most_rows: int
+    """Rows that a page has in the tensor-core products that have the fewest and the most."""
     loaded: int
     """Elements per page of the fields that it reads."""
     held: int
     """Elements per page that it loads, of fields and of what earlier stages have stored."""
     exact: bool
-    """Whether no field that it reads is padded in a tile."""
+    """Whether every field that it reads is read whole, and none is padded in a tile."""
     partials: bool
     """Whether it stores what its chunk of pages has found of a fold."""
     whole: bool
@@ -218,7 +219,8 @@ def _kernel(name: str, printer: Printer, first: bool = False) -> Kernel:
         printer.largest,
         printer.fixed,
         printer.dots,
-        printer.dot_rows,
+        printer.fewest_rows,
+        printer.most_rows,
         printer.loaded,
         printer.held,
         printer.exact,
@@ -277,13 +279,13 @@ def _put(
     statics: Sequence[int],
     rank: int,
     valid: str = "",
-    more: str = "",
+    eviction: str = "",
 ) -> None:
     """Store contiguous static axes at places that have the axes of a tile."""
     offsets, mask = printer.inner(statics, rank)
     where = " + ".join(part for part in (pointer, *places, offsets) if part)
     cut = " & ".join(part for part in (valid, mask) if part)
-    printer.page_lines.append(f"tl.store({where}, {text}{f', mask={cut}' if cut else ''}{more})")
+    printer.page_lines.append(f"tl.store({where}, {text}{f', mask={cut}' if cut else ''}{eviction})")
 
 
 def _store_partial(printer: Printer, scratch: Scratch, tile: Tile) -> None:
@@ -301,8 +303,8 @@ def _store(printer: Printer, op: Op, name: str, source: str, base: str) -> None:
     pointer = printer.arguments.add(f"{name}_ptr", source, name)
     row = f"({base} + {printer.page(rank)}){times(op.elements)}"
     text = f"{tile.text}.to(tl.int8)" if op.dtype is torch.bool and source == "scratch" else tile.text
-    more = ', eviction_policy="evict_last"' if source == "scratch" else ""
-    _put(printer, pointer, (row,), text, op.statics, rank, printer.valid(0, rank), more)
+    eviction = ', eviction_policy="evict_last"' if source == "scratch" else ""
+    _put(printer, pointer, (row,), text, op.statics, rank, printer.valid(0, rank), eviction)
 
 
 def _store_output(printer: Printer, name: str, op: Op, summaries: bool) -> None:

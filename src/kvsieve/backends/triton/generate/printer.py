@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from kvsieve.backends.triton.generate import dots, fields, folds, views
 from kvsieve.backends.triton.generate.arguments import Arguments, Scratch
 from kvsieve.backends.triton.generate.ir import TRITON_TYPES, Op
+from kvsieve.backends.triton.generate.matrices import Matrix
 from kvsieve.backends.triton.generate.names import Names
 from kvsieve.backends.triton.generate.stages import Partial, StagePlan, running_partial
 from kvsieve.backends.triton.generate.tile import (
@@ -52,15 +53,18 @@ class Printer:
     dot: frozenset[int] = frozenset()
     apart: bool = False
     dots: int = 0
-    dot_rows: int = 0
-    """Rows that a page has in the tensor-core product that has the fewest."""
+    fewest_rows: int = 0
+    most_rows: int = 0
+    """Rows that a page has in the tensor-core products that have the fewest and the most."""
     loaded: int = 0
     held: int = 0
     """Elements per page that are loaded, of fields and of what earlier stages have stored."""
     exact: bool = True
     vector_lines: list[str] = field(default_factory=list)
-    rows: dict[int, tuple[str, str, str]] = field(default_factory=dict)
-    """Names for matrices of so many rows a page (:mod:`matrices`)."""
+    columns: dict[int, tuple[str, str, str]] = field(default_factory=dict)
+    """Names for matrices of so many columns a page (:mod:`matrices`)."""
+    matrices: dict[Matrix, str] = field(default_factory=dict)
+    """Those that are loaded."""
     combined: dict[tuple[Partial, str], list[Tile]] = field(default_factory=dict)
     found: dict[Partial, list[Tile]] = field(default_factory=dict)
     _tiles: dict[tuple[int, int], Tile] = field(default_factory=dict)
@@ -233,22 +237,22 @@ class Printer:
     # Leaves
 
     def inner(
-        self, statics: Sequence[int], rank: int, outer: str = "", picked: tuple[int, str] = (-1, "")
+        self, statics: Sequence[int], rank: int, outer: str = "", index: Mapping[int, str] = fields.WHOLE
     ) -> tuple[str, str]:
         """Offsets and mask of the contiguous axes of a field; ``outer``: the stride of the first, if it is another;
-        ``picked``: an axis and the places along it, if not all."""
+        ``index``: places along an axis of which not all is loaded."""
         offsets: list[str] = []
         masks: list[str] = []
         stride = 1
         for axis in reversed(range(len(statics))):
             size = statics[axis]
             if size > 1:
-                index = f"tl.arange(0, {self.pad(size)}){axis_index(rank - len(statics) + axis, rank)}"
-                index = picked[1] if axis == picked[0] else index
+                everything = f"tl.arange(0, {self.pad(size)}){axis_index(rank - len(statics) + axis, rank)}"
+                places = index.get(axis, everything)
                 step: int | str = outer if outer and axis == 0 else stride
-                offsets.insert(0, index if step == 1 else f"{index} * {step}")
-                if self.pad(size) != size and axis != picked[0]:
-                    masks.insert(0, f"({index} < {size})")
+                offsets.insert(0, places if step == 1 else f"{places} * {step}")
+                if self.pad(size) != size and axis not in index:
+                    masks.insert(0, f"({places} < {size})")
             stride *= size
         return " + ".join(offsets), " & ".join(masks)
 
@@ -290,7 +294,7 @@ class Printer:
         return self.aligned(op.operands[0], op, shift)
 
     def _gather(self, op: Op, shift: int) -> Tile:
-        return fields.picked(self, op, shift) if fields.is_pick(self, op) else views.gathered(self, op, shift)
+        return fields.picked(self, op) if op.picks else views.gathered(self, op, shift)
 
     def mask(self, tile: Tile, axes: Sequence[int], statics: Sequence[int], other: str) -> str:
         """The tile with ``other`` where padded along static axes."""
@@ -324,7 +328,7 @@ class Printer:
         return Tile(f"{SCANS[kind]}({tile.text}, {self.lead + x.static_axis(axis)})", tile.dims)
 
     def _contract(self, op: Op, shift: int) -> Tile:
-        return dots.printed(self, op, shift) if id(op) in self.dot else views.contracted(self, op, shift)
+        return dots.printed(self, op) if id(op) in self.dot else views.contracted(self, op, shift)
 
     # Over pages
 

@@ -131,7 +131,8 @@ def _slice(call: Call) -> Op:
 
 
 def _index(call: Call) -> Op:
-    """Indexed axes go to the end as one; the pick is made there, and its axes go where torch puts them."""
+    """One index that is the same for all pages stays on its axis. Others go to the end as one; the pick is made there,
+    and its axes go where torch puts them."""
     b, arguments = call.builder, call.arguments
     if call.name == "embedding":
         x, indices = call.op("weight"), {0: call.op("indices")}
@@ -161,12 +162,15 @@ def index_axes(b: Builder, x: Op, indices: dict[int, Op]) -> Op:
         total *= size
     assert flat is not None
     if len(axes) == 1 and flat.page_axis is None:
-        (axis,) = axes
-        taken = b.take(x, axis, b.regroup(flat, (flat.elements,)))
-        return b.regroup(taken, (*x.shape[:axis], *flat.shape, *x.shape[axis + 1 :]))
+        return _on_its_axis(b, x, axes[0], flat)
     source = b.permute(x, [*rest, *axes])
     source = b.regroup(source, (*source.shape[: len(rest)], total))
     return _placed(b, x, source, flat, rest, axes)
+
+
+def _on_its_axis(b: Builder, x: Op, axis: int, index: Op) -> Op:
+    taken = b.take(x, axis, b.regroup(index, (index.elements,)))
+    return b.regroup(taken, (*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]))
 
 
 def _placed(b: Builder, x: Op, source: Op, flat: Op, rest: list[int], axes: list[int]) -> Op:

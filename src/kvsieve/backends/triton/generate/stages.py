@@ -2,8 +2,8 @@
 
 A stage computes what it can without results over the whole window; of each fold it stores what each chunk of pages
 found, and the next stages combine these in the order of the chunks. A value that a later stage needs again is stored
-per page if that moves fewer bytes than loading its fields and computing it anew. Long products of the queries alone are
-computed ahead of all stages, once for each segment, and not by every program.
+per page if that moves fewer bytes than loading its fields and computing it anew. Long products of the queries alone,
+and which elements they choose, are computed ahead of all stages, once for each segment, and not by every program.
 
 Where programs hold whole windows two stages do: the first stores per page what the folds are of, in the second they are
 reductions of a tile.
@@ -68,7 +68,7 @@ class StagePlan:
         """Whether pages meet in folds alone, or in what is made anew for neighbours."""
         self.hoisted: list[Op] = []
         """Values of queries alone that are stored ahead of all stages."""
-        self._hoistable = self._long_products(list(outputs.values()))
+        self._hoistable = self._made_ahead(list(outputs.values()))
         self._seen: set[tuple[int, int]] = set()
         for name, op in outputs.items():
             # What is written in place is written last: earlier stages of other programs may still read it.
@@ -123,10 +123,11 @@ class StagePlan:
             for operand in op.operands:
                 self._need(operand, stage)
 
-    def _long_products(self, outputs: Sequence[Op]) -> set[int]:
-        """What is made of long products of queries, or of elements picked from them, and the same for all pages."""
+    def _made_ahead(self, outputs: Sequence[Op]) -> set[int]:
+        """What is made of long products of queries, of gathers that move their values, or into an index, and is the
+        same for all pages."""
         of_queries: set[int] = set()
-        long: set[int] = set()
+        ahead: set[int] = set()
         indices = {id(op.operands[1]) for op in walk(outputs) if op.kind == "gather"}
         for op in walk(outputs):
             if op.paged or self.level(op):
@@ -134,11 +135,11 @@ class StagePlan:
             operands = {id(one) for one in op.operands}
             if op.kind == "query" or operands & of_queries:
                 of_queries.add(id(op))
-                gathers = (op.kind == "gather" and not op.picks) or id(op) in indices
-                slow = gathers or (op.kind == "contract" and _products(op) >= HOISTED_PRODUCTS)
-                if slow or operands & long:
-                    long.add(id(op))
-        return {id(op) for op in walk(outputs) if id(op) in long and op.elements <= HOISTED_ELEMENTS}
+                moves = op.kind == "gather" and not op.picks
+                long = op.kind == "contract" and _products(op) >= HOISTED_PRODUCTS
+                if moves or long or id(op) in indices or operands & ahead:
+                    ahead.add(id(op))
+        return {id(op) for op in walk(outputs) if id(op) in ahead and op.elements <= HOISTED_ELEMENTS}
 
     def _store(self, op: Op) -> None:
         level = self.level(op)
@@ -156,8 +157,17 @@ class StagePlan:
     def _is_cheaper_stored(op: Op) -> bool:
         if not op.paged or op.kind in LEAVES:
             return False
-        read = sum(one.elements * FIELD_BYTES for one in walk([op]) if one.kind == "field")
-        return STORED_BYTES * op.elements < read
+        return STORED_BYTES * op.elements < FIELD_BYTES * _loaded(op, set())
+
+
+def _loaded(op: Op, seen: set[int]) -> int:
+    """Elements per page of the fields that are loaded to compute ``op``, each once."""
+    if id(op) in seen:
+        return 0
+    seen.add(id(op))
+    if op.kind == "field" or (op.picks and op.operands[0].kind == "field"):
+        return op.elements
+    return sum(_loaded(one, seen) for one in op.operands)
 
 
 def _products(op: Op) -> int:

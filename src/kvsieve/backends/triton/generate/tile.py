@@ -64,6 +64,11 @@ def axis_index(axis: int, rank: int) -> str:
     return "[" + ", ".join(":" if one == axis else "None" for one in range(rank)) + "]"
 
 
+def clamped(index: str, size: int) -> str:
+    """Places along an axis, cut to it, since padding holds anything."""
+    return f"tl.minimum(tl.maximum({index}, 0), {size - 1})"
+
+
 def times(number: int) -> str:
     """`` * number``, unless it is 1."""
     return f" * {number}" if number != 1 else ""

@@ -30,13 +30,17 @@ MOST = 1 << 18
 """Elements of one page (or of what does not vary over pages) above which nothing is generated."""
 MOST_PAGES, MOST_WARPS = 512, 16
 """Of a tile, and of the program that holds it."""
-DOT_LOADED, DOT_PAGES, DOT_ROWS, DOT_HEADS, DOT_WARPS, DOT_STAGES = 8192, 32, 128, 4, 2, 3
-"""For kernels with tensor-core products: elements of the fields in a tile, its pages at most, their rows at most (so
-many for one warp, which need not wait for others), heads that a program goes over, at most, warps and stages."""
-SUMMARY_TILE, SUMMARY_WARPS, SUMMARY_LOADED, SUMMARY_MADE = 2048, 2, 1024, 8192
-"""For summarize, which few pages need at a time: elements of the largest tile, warps at least, and elements of a warp,
-those that are loaded and those that are made of them."""
+DOT_LOADED, DOT_PAGES, DOT_HEADS, DOT_WARPS, DOT_STAGES = 8192, 32, 4, 2, 3
+"""For kernels with tensor-core products: elements of the fields in a tile, its pages at most, heads that a program goes
+over, at most, warps and stages."""
+DOT_ROWS = 128
+"""Rows of their products at most, unless a page has more; so many keep one warp busy, which then waits for no other."""
+SUMMARY_TILE, SUMMARY_WARPS = 2048, 2
+"""For summarize, which few pages need at a time: elements of the largest tile, and warps at least."""
+SUMMARY_LOADED, SUMMARY_MADE = 1024, 8192
+"""Elements for each warp: those that are loaded, and those of the largest tile."""
 FEWEST_DOT_ROWS = 16
+"""Rows of a tile in a tensor-core product, at least."""
 WHOLE, WHOLE_EACH, WHOLE_PAGES = 16384, 8, 2048
 """For kernels whose programs hold whole windows: elements of the largest tile, those of a page at most, and the pages
 for which their warps are given."""
@@ -54,8 +58,9 @@ def is_wide(kernel: Kernel, heads: int) -> bool:
     """Whether all heads go into one tile, by the kernel that takes one head at a time."""
     power = heads & (heads - 1) == 0
     fixed = WIDE_FIXED if kernel.loaded >= STREAM else WIDE_LIGHT
-    rows = power and heads > 1 and kernel.loaded > 0  # what stages leave each other lies head by head
-    return rows and heads * kernel.largest <= WIDE and heads * kernel.fixed <= fixed
+    if not kernel.loaded:  # what stages leave each other lies head by head
+        return False
+    return power and heads > 1 and heads * kernel.largest <= WIDE and heads * kernel.fixed <= fixed
 
 
 def for_window(one: Tiling, width: int) -> Tiling:
@@ -76,7 +81,7 @@ def longest_window(kernel: Kernel) -> int:
 
 def fewest_pages(kernel: Kernel) -> int:
     """Pages that the tile of a kernel must have."""
-    return max(1, FEWEST_DOT_ROWS // kernel.dot_rows) if kernel.dots else 1
+    return max(1, FEWEST_DOT_ROWS // kernel.fewest_rows) if kernel.dots else 1
 
 
 def tiling(kernel: Kernel, heads: int, name: str, summaries: bool = False) -> Tiling:
@@ -90,16 +95,12 @@ def tiling(kernel: Kernel, heads: int, name: str, summaries: bool = False) -> Ti
     if max(kernel.largest, kernel.fixed) > MOST:
         raise Refused(f"{name} holds {max(kernel.largest, kernel.fixed)} values of one page at once, above {MOST}")
     if kernel.dots:
-        most = min(DOT_PAGES, 2 * DOT_LOADED // kernel.loaded - 1, DOT_ROWS // kernel.dot_rows)
-        pages = largest_power(max(fewest_pages(kernel), most))
-        rows = pages * kernel.dot_rows
-        warps = DOT_WARPS if rows < DOT_ROWS else largest_power(min(MOST_WARPS, rows // DOT_ROWS))
-        return Tiling(pages, warps, DOT_STAGES, math.gcd(heads, DOT_HEADS))
+        return _dot_tiling(kernel, heads)
     elements = kernel.largest * (heads if kernel.wide else 1)
     if summaries:
         pages = largest_power(min(MOST_PAGES, SUMMARY_TILE // elements))
-        loaded = pages * kernel.loaded * (heads if kernel.wide else 1)
-        warps = max(SUMMARY_WARPS, loaded // SUMMARY_LOADED, pages * elements // SUMMARY_MADE)
+        loaded = kernel.loaded * elements // kernel.largest
+        warps = max(SUMMARY_WARPS, pages * loaded // SUMMARY_LOADED, pages * elements // SUMMARY_MADE)
         return Tiling(pages, largest_power(min(MOST_WARPS, warps)))
     pages = largest_power(min(MOST_PAGES, TILE // elements))
     held = max(pages * elements, kernel.fixed)
@@ -108,3 +109,12 @@ def tiling(kernel: Kernel, heads: int, name: str, summaries: bool = False) -> Ti
     if kernel.wide and kernel.partials and kernel.loaded == kernel.largest:
         pages = min(MOST_PAGES, 2 * pages)  # one row a page leaves room, and what a chunk found is stored half as often
     return Tiling(pages, warps)
+
+
+def _dot_tiling(kernel: Kernel, heads: int) -> Tiling:
+    loaded = max(1, kernel.loaded)
+    most = min(DOT_PAGES, 2 * DOT_LOADED // loaded - 1, DOT_ROWS // kernel.most_rows)
+    pages = largest_power(max(fewest_pages(kernel), most))
+    rows = pages * kernel.most_rows
+    warps = DOT_WARPS if rows < DOT_ROWS else largest_power(min(MOST_WARPS, rows // DOT_ROWS))
+    return Tiling(pages, warps, DOT_STAGES, math.gcd(heads, DOT_HEADS))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvsieve.backends.triton.generate.ir import Op
-from kvsieve.backends.triton.generate.tile import PAGES, Dim, Tile, axis_index, joined, reshaped, shape_text
+from kvsieve.backends.triton.generate.tile import PAGES, Dim, Tile, axis_index, clamped, joined, reshaped, shape_text
 
 if TYPE_CHECKING:
     from kvsieve.backends.triton.generate.printer import Printer
@@ -57,7 +57,7 @@ def _places(printer: Printer, index: str, new: Sequence[int], old: Sequence[int]
 
 
 def gathered(printer: Printer, op: Op, shift: int) -> Tile:
-    """tl.gather of operands that broadcast; places are cut to the axis, since padding holds anything."""
+    """tl.gather of operands that broadcast."""
     x, index = op.operands
     axis = printer.lead + op.static_axis(op.data)
     source, places = (printer.align(printer.solid(one, shift), one, op) for one in (x, index))
@@ -70,7 +70,7 @@ def gathered(printer: Printer, op: Op, shift: int) -> Tile:
     text = places.text if places.dims == tuple(wanted) else f"tl.broadcast_to({places.text}, {shape_text(wanted)})"
     held = printer.assign(
         printer.names.new("places"),
-        Tile(f"tl.minimum(tl.maximum({text}, 0), {size - 1}).to(tl.int32)", tuple(wanted)),
+        Tile(f"{clamped(text, size)}.to(tl.int32)", tuple(wanted)),
     )
     base = source.text if source.dims == tuple(full) else f"tl.broadcast_to({source.text}, {shape_text(full)})"
     printer.count(full)
