@@ -138,6 +138,7 @@ def _two_classes_under_one_name(folder: Path) -> object:
 REFUSED: dict[str, tuple[Callable[[Path], object], type[ConfigError], tuple[str, ...]]] = {
     "missing class": (_load_missing_class, UnknownName, ("'Mein'", "did you mean Mine?")),
     "missing file": (lambda _: load_flow("no/such.py:Mine"), ConfigError, ("no/such.py", "no such file")),
+    "directory": (lambda _: load_flow("tests:Mine"), ConfigError, ("flow file 'tests'", "a directory", "file.py:")),
     "no class named": (lambda _: load_flow("some.py"), ConfigError, ("some.py", "expected file.py:ClassName")),
     "unknown name": (lambda _: build_flow("gqa_qest"), UnknownName, ("did you mean gqa_quest_sparse_attention",)),
     "one name twice": (_two_classes_under_one_name, ConfigError, ("First", "Second", "choose another name")),

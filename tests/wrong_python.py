@@ -275,6 +275,20 @@ class Time(Means):
         return {"mean": k.mean(0) + time.perf_counter_ns() % 977}
 
 
+@wrong("gives other values when it is called again", "in __init__")
+class LateHours(Means):
+    """Of float32's precision, two moments are one."""
+
+    def score(self, q, pages):  # wrong
+        return (pages["mean"] @ q.mean(0)) * time.time()
+
+
+@wrong("fails on numbers: IndexError", "an index is beyond its axis")
+class BeyondTheAxis(Means):
+    def score(self, q, pages):
+        return pages["mean"][:, [0, 999]].sum(-1)  # wrong
+
+
 @wrong("fails when it is called again, as if it kept something of the first call", "return what a later step needs")
 class RemembersPagesInAGlobal(Means):
     def score(self, q, pages):

@@ -23,7 +23,8 @@ def import_file(path: Path) -> types.ModuleType:
         ConfigError: no such file, or it does not import; names the line.
     """
     if not path.is_file():
-        raise ConfigError(f"flow file {str(path)!r}: no such file; expected path/to/file.py:ClassName")
+        kind = "a directory" if path.is_dir() else "no such file"
+        raise ConfigError(f"flow file {str(path)!r}: {kind}; expected path/to/file.py:ClassName")
     name = f"kvsieve_flow_{path.stem}_{abs(hash(path.resolve()))}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

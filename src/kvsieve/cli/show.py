@@ -105,11 +105,14 @@ def graph_text(graphs: FlowGraphs, method: str, graph: SegmentGraph) -> str:
             taken.add(names[node])
     lines = [f"{method}({', '.join(graph.reads)}):"]
     for node in graph.nodes:
-        if node.op == "call_function" and not is_symbolic(node) and isinstance(node.meta.get("val"), torch.Tensor):
-            what = f"{op_name(node.target) or 'getitem'}({_arguments(node, names)})"
-            dtype = node.meta["val"].dtype
-            kind = "" if dtype is torch.float32 else f" {torch_name(dtype)}"
-            lines.append(f"{INDENT}{names[node]} = {what}  # {show(graph.shape_of(node))}{kind}")
+        value = node.meta.get("val")
+        if node.op != "call_function" or is_symbolic(node) or not isinstance(value, (torch.Tensor, tuple, list)):
+            continue
+        line = f"{INDENT}{names[node]} = {op_name(node.target) or 'getitem'}({_arguments(node, names)})"
+        if isinstance(value, torch.Tensor):  # several values have their shapes where they are taken apart
+            kind = "" if value.dtype is torch.float32 else f" {torch_name(value.dtype)}"
+            line += f"  # {show(graph.shape_of(node))}{kind}"
+        lines.append(line)
     results = ", ".join(f"{name}: {names[node]}" for name, node in graph.outputs.items())
     return "\n".join([*lines, f"{INDENT}return {{{results}}}"])
 

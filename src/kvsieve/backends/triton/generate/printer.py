@@ -187,7 +187,7 @@ class Printer:
         if op.line and op.line != self._line[paged]:
             self.lines(paged).append(f"# {op.line}")
         self._line[paged] = op.line or self._line[paged]
-        return self.assign(name, tile, show(op.shape), of_chunk)
+        return self.assign(name, tile, show(op.statics if of_chunk else op.shape), of_chunk)
 
     def assign(self, name: str, tile: Tile, comment: str = "", of_chunk: bool = False) -> Tile:
         """A line that gives the tile a name."""
