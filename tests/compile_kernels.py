@@ -108,7 +108,8 @@ def generated() -> list[tuple[str, ASTSource, int]]:
     summaries, of pages that are full and of those that a step may fill."""
     made = []
     shipped = [build_flow(name) for name in ("gqa_quest_sparse_attention", "h2o", "block_sparse_attention")]
-    for flow in (*shipped, load_flow(f"{PAPERS}:Loki")):
+    papers = [load_flow(f"{PAPERS}:{name}") for name in ("Loki", "DoubleSparsity", "LServe")]
+    for flow in (*shipped, *papers):
         graphs = trace_flow(flow, Geometry(1, 80, 48, 3))
         program = generate_score(graphs)
         built = program.built(Variant(2))

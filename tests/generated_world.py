@@ -105,6 +105,16 @@ def make_world(
     return World(graphs, pool, window, q.to(device), tuple(widths))
 
 
+def store_token_by_token(pool: LayerPool) -> None:
+    """Move K and V to where an engine keeps all heads of a token side by side: tokens of a page are apart."""
+    for name in ("k", "v"):
+        field = getattr(pool, name)
+        heads, blocks, p, width = field.shape
+        moved = torch.full((blocks, p, 2 * heads, width), math.nan, dtype=field.dtype, device=field.device)
+        moved = moved[:, :, :heads].permute(2, 0, 1, 3)
+        setattr(pool, name, moved.copy_(field))
+
+
 def run_beside_float64(world: World, check: Check) -> float:
     """Summaries, scores and states of generated kernels beside the flow's own code in float64; the worst error."""
     exact, error = with_dtype(world.graphs.flow, F64), 0.0

@@ -11,11 +11,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from generated_world import close, make_world, run_beside_float64
+from generated_world import close, make_world, run_beside_float64, store_token_by_token
 from kvsieve.backends.triton.generate import generate_score, generate_summarize
 from kvsieve.backends.triton.generate.program import Variant
 from kvsieve.flow import Flow
 from kvsieve.graph import Geometry, trace_flow
+from kvsieve.mass import AttentionMass
 from test_generate_flows import BOUNDS
 from triton_device import DEVICE, NEEDS_GPU_OR_INTERPRETER
 
@@ -196,3 +197,44 @@ def test_picked_elements_are_loaded_where_they_are_needed(dtype: torch.dtype) ->
     assert not any(stage.stored for stage in program.plan.stages)
     assert [kernel.loaded for kernel in program.built(Variant(4)).kernels] == [64, 256]
     run_beside_float64(make_world(graphs, WIDTHS, 4, dtype, device=DEVICE), close(BOUNDS[dtype]))
+
+
+class Everything(Flow):
+    """Matrices of three heights, and picks from K, from mass, and from a state field that is written back."""
+
+    mass = AttentionMass()
+
+    def summarize(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"label": k[:, :8].T, "few": k[:4, :12], "low": k[:2, :16].unflatten(1, (4, 4)).flatten(1)}
+
+    def init_state(self, page_size: int, head_dim: int) -> Mapping[str, torch.Tensor]:
+        return {"trail": torch.zeros(4, 8)}
+
+    def score(
+        self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        scores = (q[:, :8] @ pages["label"]).amax((1, 2)) + (pages["few"] @ q[:, :12].T).amin((1, 2))
+        scores = (
+            scores + (pages["low"] @ q[:, 4:20].T).amax((1, 2)) + (pages["trail"].flip(2) @ q[:, :8].T).amax((1, 2))
+        )
+        scores = scores + pages["mass"][:, [0, -1]].sum(1) + 0.1 * pages["k"][:, [-1, 0, 1]].sum((1, 2))
+        trail = pages["trail"].flip(1)[:, :, [7, 6, 5, 4, 3, 2, 1, 0]]
+        return scores + pages["trail"][:, [3, 0]].sum((1, 2)), {"trail": 0.5 * trail}
+
+
+class Keys(Flow):
+    """All of K as a matrix."""
+
+    def score(self, q: torch.Tensor, pages: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return torch.einsum("wpd,gd->wpg", pages["k"], q).amax((1, 2))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(("flow", "page", "heads"), [(Everything(), 16, 3), (Everything(), 5, 4), (Keys(), 16, 3)])
+def test_wherever_fields_lie(flow: Flow, page: int, heads: int, dtype: torch.dtype, apart: bool) -> None:
+    """Blocks or state rows, pages whole or token by token, mass in its unit."""
+    world = make_world(trace_flow(flow, Geometry(page, 80, 80, 3)), WIDTHS, heads, dtype, device=DEVICE)
+    if apart:
+        store_token_by_token(world.pool)
+    run_beside_float64(world, close(BOUNDS[dtype]))
