@@ -141,7 +141,8 @@ def test_picked_elements(page: int, width: int, heads: int, dtype: torch.dtype) 
     graphs = trace_flow(Picking(), Geometry(page, width, width, 3))
     kernel = generate_summarize(graphs).built(Variant(heads, None)).kernels[0]
     assert kernel.loaded == min(2, page) * width + 3 * page and not kernel.wide
-    run_beside_float64(make_world(graphs, WIDTHS, heads, dtype, device=DEVICE), close(BOUNDS[dtype]))
+    # The sum of a hundred values may cancel.
+    run_beside_float64(make_world(graphs, WIDTHS, heads, dtype, device=DEVICE), close(BOUNDS[dtype], 4.0))
 
 
 @pytest.mark.parametrize(("page", "pages", "warps"), [(1, 32, 2), (16, 8, 1), (64, 2, 1), (512, 1, 4)])
