@@ -25,6 +25,8 @@ from kvsieve.runtime import Runtime
 from random_flows import random_flow
 
 FLOWS = 300
+QUICK = 200
+"""Of them, in the quick suite."""
 CHUNK = 20
 LEAST_USES = 3
 
@@ -41,7 +43,10 @@ def traced(seed: int) -> FlowGraphs:
     return trace_flow(*generated()[seed])
 
 
-@pytest.mark.parametrize("chunk", range(FLOWS // CHUNK))
+CHUNKS = [pytest.param(n, marks=[pytest.mark.slow] * (n * CHUNK >= QUICK)) for n in range(FLOWS // CHUNK)]
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
 def test_lowered_flows_agree_with_float64(chunk: int) -> None:
     for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
         compare(traced(seed), seed)

@@ -44,7 +44,7 @@ def sparse(model: Any, ids: torch.Tensor, mask: torch.Tensor, flow: str, page_si
     return generate(model, ids, cache, new=16, attention_mask=mask, pad_token_id=0)
 
 
-@pytest.mark.parametrize("length", [5, 100, 1500])
+@pytest.mark.parametrize("length", [5, 100, pytest.param(1500, marks=pytest.mark.slow)])
 def test_under_budget_greedy_tokens_are_the_models_own(small: Any, ids: torch.Tensor, length: int) -> None:
     prompt, mask = ids[:, :length], torch.ones(1, length, dtype=torch.long)
     expected = own(small[0], prompt, mask)
